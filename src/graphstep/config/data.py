@@ -1,0 +1,74 @@
+"""Where the tokens come from. Names and meaning are those of Megatron-LM's options."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from graphstep.config.validation import options_of, require
+
+TokenizerType = Literal["ByteTokenizer", "HuggingFaceTokenizer"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DataConfig:
+    """Data set, split and tokenizer.
+
+    Raises:
+        ConfigError: values that contradict each other; all problems at once.
+    """
+
+    data_path: tuple[str, ...] | None = None
+    """Text files, folders of text files, or prefixes of Megatron's indexed format (``PREFIX.bin``, ``PREFIX.idx``).
+    None: the text of the Python standard library on this machine."""
+    split: str = "969,30,1"
+    """Weights of training, validation and test data, separated by commas."""
+    tokenizer_type: TokenizerType = "ByteTokenizer"
+    """One token a byte, or a ``tokenizer.json`` of Hugging Face."""
+    tokenizer_model: str | None = None
+    """Path of the ``tokenizer.json``."""
+    data_cache_path: str | None = None
+    """Folder for tokenised text. None: the user's cache folder."""
+    make_vocab_size_divisible_by: int = 128
+    """The vocabulary is padded to a multiple of this."""
+    mock_data: bool = False
+    """Random tokens drawn from the seed; reads no file."""
+    append_eod: bool = True
+    """Put the end-of-document token behind each text file."""
+
+    def __post_init__(self) -> None:
+        if self.data_path is not None:
+            paths = (self.data_path,) if isinstance(self.data_path, str) else tuple(self.data_path)
+            object.__setattr__(self, "data_path", paths)
+        require(self.options())
+
+    @property
+    def split_weights(self) -> tuple[float, float, float]:
+        """Weights of training, validation and test data; they add up to 1."""
+        weights = parse_split(self.split)
+        total = sum(weights)
+        train, valid, test = (weight / total for weight in weights)
+        return train, valid, test
+
+    def padded_vocab_size(self, vocab_size: int) -> int:
+        """Return ``vocab_size`` rounded up to a multiple of ``make_vocab_size_divisible_by``."""
+        multiple = self.make_vocab_size_divisible_by
+        return (vocab_size + multiple - 1) // multiple * multiple
+
+    def options(self) -> Mapping[str, Any]:
+        """Return the values under the names of their options, as the rules know them."""
+        return options_of(self)
+
+
+def parse_split(text: str) -> tuple[float, ...]:
+    """Return the weights of a split such as ``969,30,1`` (commas or slashes); missing ones at the end are 0.
+
+    Raises:
+        ValueError: not one to three numbers >= 0 with a positive first one.
+    """
+    weights = [float(part) for part in text.replace("/", ",").split(",")]
+    weights += [0.0] * (3 - len(weights))
+    if len(weights) != 3 or not all(0 <= weight < float("inf") for weight in weights) or weights[0] <= 0:
+        raise ValueError(text)
+    return tuple(weights)

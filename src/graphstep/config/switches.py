@@ -1,0 +1,107 @@
+"""The switches that say what is captured and how: Megatron-LM's names and values.
+
+Source of names and meaning: Megatron-LM's options ``--cuda-graph-impl``, ``--cuda-graph-modules`` and
+``--inference-cuda-graph-scope``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+from graphstep.config.validation import coerce, require
+
+
+class CudaGraphImpl(StrEnum):
+    """How a training iteration is captured."""
+
+    none = "none"
+    """Eager: nothing is captured."""
+    local = "local"
+    """One pair of graphs a layer or module; the order of capture is observed during the first real step."""
+    transformer_engine = "transformer_engine"
+    """One pair of graphs a layer or module and microbatch; the order is computed from the pipeline schedule."""
+    full_iteration = "full_iteration"
+    """One graph for forward and backward of all microbatches, another one for validation."""
+
+
+class CudaGraphModule(StrEnum):
+    """A part of a layer that can be captured by name. None named means: whole layers."""
+
+    attn = "attn"
+    mlp = "mlp"
+    moe = "moe"
+    moe_router = "moe_router"
+    moe_preprocess = "moe_preprocess"
+    mamba = "mamba"
+
+
+class InferenceCudaGraphScope(StrEnum):
+    """What one inference graph covers."""
+
+    none = "none"
+    """No inference graphs."""
+    layer = "layer"
+    """One graph a layer."""
+    block = "block"
+    """One graph for the whole model."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CudaGraphConfig:
+    """What is captured, and how. Plain strings are accepted for the enums.
+
+    Raises:
+        ConfigError: an unknown value, or a contradiction; all of them at once.
+    """
+
+    impl: CudaGraphImpl = CudaGraphImpl.none
+    """The strategy."""
+    modules: tuple[CudaGraphModule, ...] = ()
+    """Parts of a layer to capture, without repeats; empty: whole layers. Always empty for ``full_iteration``."""
+    inference_scope: InferenceCudaGraphScope | None = None
+    """What an inference graph covers, never ``None`` once built: only ``local`` makes inference graphs, of a layer
+    unless ``block`` is asked for; every other implementation has ``none``."""
+    warmup_steps: int = 3
+    """Eager steps before the capture, >= 0. With 0 the libraries set themselves up inside the capture: discouraged."""
+    use_single_mempool: bool = True
+    """Training and validation graph of ``full_iteration`` and the optimizer graph share one memory pool."""
+    retain_backward_graph: bool = False
+    """Keep the autograd graph alive while a backward is captured (``local``, ``transformer_engine``), for modules that
+    run a second backward."""
+    optimizer: bool = False
+    """Capture the optimizer step as well."""
+
+    def __post_init__(self) -> None:
+        problems: list[Any] = []
+        impl = coerce(CudaGraphImpl, self.impl, "cuda_graph_impl", problems)
+        scope = self.inference_scope
+        if scope is not None:
+            scope = coerce(InferenceCudaGraphScope, scope, "inference_cuda_graph_scope", problems)
+        modules = [coerce(CudaGraphModule, module, "cuda_graph_modules", problems) for module in self.modules]
+        require({}, problems)
+        object.__setattr__(self, "impl", impl)
+        object.__setattr__(self, "modules", tuple(dict.fromkeys(modules)))
+        object.__setattr__(self, "inference_scope", effective_inference_scope(impl, scope))
+        require(self.options())
+
+    def options(self) -> Mapping[str, Any]:
+        """Return the values under the names of their options, as the rules know them."""
+        return {
+            "cuda_graph_impl": self.impl,
+            "cuda_graph_modules": self.modules,
+            "inference_cuda_graph_scope": self.inference_scope,
+            "cuda_graph_warmup_steps": self.warmup_steps,
+            "cuda_graph_use_single_mempool": self.use_single_mempool,
+            "cuda_graph_retain_backward_graph": self.retain_backward_graph,
+            "optimizer_cuda_graph": self.optimizer,
+        }
+
+
+def effective_inference_scope(impl: CudaGraphImpl, scope: InferenceCudaGraphScope | None) -> InferenceCudaGraphScope:
+    """Return what inference graphs cover: a layer or the block for ``local``, nothing for the others."""
+    if impl is not CudaGraphImpl.local:
+        return InferenceCudaGraphScope.none
+    return InferenceCudaGraphScope.block if scope is InferenceCudaGraphScope.block else InferenceCudaGraphScope.layer
