@@ -1,0 +1,262 @@
+"""The GPU engine: CUDA graphs captured on a stream of its own, into one private memory pool.
+
+What keeps what alive: the engine holds the pool, the capture stream and, through it, the libraries' workspaces; each
+recording holds its executable graph. Recordings go first, the pool last.
+"""
+
+from __future__ import annotations
+
+import threading
+import traceback
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from graphstep.engine import torch_private
+from graphstep.engine.ambient import casts_forgotten, collection_held
+from graphstep.engine.user_frame import user_line_of
+from graphstep.errors import CaptureError, ConfigError, LifecycleError, Problem
+
+
+class CudaRecording:
+    """An executable CUDA graph and what its function returned. Owned by the engine that made it until it is closed."""
+
+    def __init__(
+        self, engine: CudaEngine, graph: torch.cuda.CUDAGraph, result: Any, num_nodes: int | None, nbytes: int
+    ) -> None:
+        self._engine = engine
+        self._graph: torch.cuda.CUDAGraph | None = graph
+        self._result = result
+        self._num_nodes = num_nodes
+        self._nbytes = nbytes
+
+    @property
+    def result(self) -> Any:
+        """What the function returned; every replay overwrites the tensors in it."""
+        return self._result
+
+    @property
+    def num_operations(self) -> int | None:
+        """Nodes of the graph, where the driver tells."""
+        return self._num_nodes
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes by which the capture grew the memory reserved from the driver."""
+        return self._nbytes if self._graph is not None else 0
+
+    @property
+    def is_closed(self) -> bool:
+        """True once closed."""
+        return self._graph is None
+
+    def replay(self) -> None:
+        """Launch the graph on the caller's current stream. One launch; the host does not wait.
+
+        Raises:
+            LifecycleError: the recording is closed, or a capture is under way in this thread.
+        """
+        if self._graph is None:
+            raise LifecycleError("the recording is closed", fix="capture again before replaying")
+        if self._engine.is_capturing:
+            raise LifecycleError(
+                "a recording cannot be replayed inside a capture", fix="replay it before or after the captured function"
+            )
+        self._graph.replay()
+
+    def release_result(self) -> None:
+        """Forget what the function returned, so that later captures into the pool may use its memory."""
+        self._result = None
+
+    def close(self) -> None:
+        """Destroy the graph. Work already launched still completes."""
+        graph, self._graph = self._graph, None
+        self._result = None
+        if graph is not None:
+            graph.reset()
+
+
+class CudaEngine:
+    """Captures on one GPU. See :class:`graphstep.engine.protocol.Engine` for the contract.
+
+    Args:
+        device: a CUDA device; the current one by default.
+
+    Raises:
+        ConfigError: torch sees no such device.
+    """
+
+    def __init__(self, device: torch.device | str | None = None) -> None:
+        if not torch.cuda.is_available():
+            raise ConfigError(
+                Problem(
+                    code="no-cuda-device",
+                    what="torch sees no CUDA device",
+                    where="CudaEngine",
+                    fix="use a machine with a GPU and a CUDA build of torch, or the tape engine on the CPU",
+                )
+            )
+        wanted = torch.device(device if device is not None else "cuda")
+        index = wanted.index if wanted.index is not None else torch.cuda.current_device()
+        self._device = torch.device("cuda", index)
+        self._stream = torch.cuda.Stream(self._device)
+        self._pool = torch.cuda.graph_pool_handle()
+        self._recordings: weakref.WeakSet[CudaRecording] = weakref.WeakSet()
+        self._capturing_thread: int | None = None
+        self._is_primed = False
+        self._is_closed = False
+
+    @property
+    def name(self) -> str:
+        """``cuda``."""
+        return "cuda"
+
+    @property
+    def device(self) -> torch.device:
+        """The GPU, with its index."""
+        return self._device
+
+    @property
+    def is_capturing(self) -> bool:
+        """True in the thread whose work is being captured."""
+        return self._capturing_thread == threading.get_ident()
+
+    @property
+    def pool_bytes(self) -> int:
+        """Bytes that the private pool has reserved from the driver. Walks the allocator's segments: not for hot paths."""
+        return 0 if self._is_closed else torch_private.pool_segments(self._pool)
+
+    def capture(self, function: Callable[[], Any], *, generators: Sequence[torch.Generator] = ()) -> CudaRecording:
+        """Run ``function`` once under stream capture. Nothing is computed until the first replay.
+
+        Raises:
+            CaptureError: an operation cannot be captured. The pool, the generators and the stream are as before.
+            LifecycleError: the engine is closed or already capturing.
+        """
+        if self._is_closed:
+            raise LifecycleError("the engine is closed", fix="use a new session")
+        if self._capturing_thread is not None:
+            raise LifecycleError("a capture is already under way", fix="capture one function at a time")
+        self._prime()
+        named = [generator for generator in generators if generator.device.type == "cuda"]
+        rollback = [(g, g.clone_state()) for g in (torch.cuda.default_generators[self._device.index], *named)]
+        reserved_before = torch.cuda.memory_reserved(self._device)
+        graph = torch.cuda.CUDAGraph()
+        for generator in named:
+            graph.register_generator_state(generator)
+        self._capturing_thread = threading.get_ident()
+        try:
+            # Outstanding work is drained first: a watchdog that polls an older event would break the capture.
+            torch.cuda.synchronize(self._device)
+            with collection_held(), casts_forgotten(), self.capture_stream():
+                result, num_nodes = self._capture_on_stream(graph, function)
+        except BaseException:
+            for generator, state in rollback:
+                # A failed capture leaves the old state marked as capturing; a fresh state is not.
+                generator.graphsafe_set_state(state)
+            raise
+        finally:
+            self._capturing_thread = None
+        nbytes = max(0, torch.cuda.memory_reserved(self._device) - reserved_before)
+        recording = CudaRecording(self, graph, result, num_nodes, nbytes)
+        self._recordings.add(recording)
+        return recording
+
+    def _capture_on_stream(self, graph: torch.cuda.CUDAGraph, function: Callable[[], Any]) -> tuple[Any, int | None]:
+        # Thread-local mode: what other threads do (data loading, checkpoint writing) cannot break the capture.
+        graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+        try:
+            result = function()
+            num_nodes = torch_private.capturing_node_count(self._stream)
+        except BaseException as error:
+            self._abandon(graph)
+            if isinstance(error, CaptureError) or not isinstance(error, Exception):
+                raise
+            raise _explain(error) from error
+        try:
+            graph.capture_end()
+        except RuntimeError as error:
+            del result
+            self._abandon(graph, has_ended=True)
+            raise _explain(error) from error
+        return result, num_nodes
+
+    def _abandon(self, graph: torch.cuda.CUDAGraph, *, has_ended: bool = False) -> None:
+        """Take the stream and the allocator out of capture after a failure."""
+        if not has_ended:
+            try:
+                graph.capture_end()
+            except RuntimeError:
+                torch_private.end_pool_allocation(self._device, self._pool)
+        else:
+            torch_private.end_pool_allocation(self._device, self._pool)
+        try:
+            graph.reset()
+        except RuntimeError:
+            # Nothing was instantiated; there is nothing to destroy.
+            return
+
+    def _prime(self) -> None:
+        """Have the math libraries allocate their workspaces for the capture stream before the first capture.
+
+        A workspace belongs to a handle and a stream and is kept for later use. Allocated inside a capture it would lie
+        in the graph's pool and go when that graph goes, although other graphs of the stream use it too. The backward
+        pass runs in a thread with handles of its own.
+        """
+        if self._is_primed:
+            return
+        with self.capture_stream(), torch.enable_grad(), torch.autocast("cuda", enabled=False):
+            for dtype in (torch.float32, torch.bfloat16):
+                weight = torch.zeros(16, 16, dtype=dtype, device=self._device, requires_grad=True)
+                bias = torch.zeros(16, dtype=dtype, device=self._device, requires_grad=True)
+                torch.addmm(bias, weight @ weight, weight).sum().backward()
+        torch.cuda.synchronize(self._device)
+        self._is_primed = True
+
+    @contextmanager
+    def capture_stream(self) -> Iterator[None]:
+        """Run the body on the capture stream, after the caller's stream; the caller's stream continues after it."""
+        outside = torch.cuda.current_stream(self._device)
+        if outside == self._stream:
+            yield
+            return
+        self._stream.wait_stream(outside)
+        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
+            yield
+        outside.wait_stream(self._stream)
+
+    def borrowed_view(self, tensor: Tensor) -> Tensor:
+        """A detached tensor over the same memory that does not keep it from the pool."""
+        return torch_private.borrowed_cuda_view(tensor)
+
+    def synchronize(self) -> None:
+        """Wait for the GPU."""
+        torch.cuda.synchronize(self._device)
+
+    def close(self) -> None:
+        """Wait for launched work, close all recordings, then let go of the pool."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        torch.cuda.synchronize(self._device)
+        for recording in list(self._recordings):
+            recording.close()
+
+
+def _explain(error: Exception) -> CaptureError:
+    text = str(error).splitlines()[0] if str(error) else type(error).__name__
+    frame = user_line_of(error)
+    last = traceback.extract_tb(error.__traceback__)[-1:] if error.__traceback__ else []
+    fix = "keep values on the device (no .item(), .cpu(), printing or data-dependent shapes) and create tensors on it"
+    if "generator" in text.lower() or "offset increment" in text.lower():
+        fix = "pass the generator to the capture (generators=...), and seed before the captured call"
+    elif frame is None:
+        fix = (
+            "look for work on other streams that does not join the capture stream, or an event from before the capture"
+        )
+    where = str(frame) if frame else (f"{last[0].filename}:{last[0].lineno}" if last else "")
+    return CaptureError(f"the GPU refused to capture this: {text}", where=where, fix=fix)

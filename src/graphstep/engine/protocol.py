@@ -1,0 +1,89 @@
+"""The contract between the capture core and a device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+
+@runtime_checkable
+class Recording(Protocol):
+    """One captured sequence of operations on fixed storages."""
+
+    @property
+    def result(self) -> Any:
+        """What the captured function returned, with tensors at fixed addresses. Every replay overwrites them."""
+
+    @property
+    def num_operations(self) -> int | None:
+        """Operations (tape) or graph nodes (CUDA) of one replay; ``None`` where the device does not tell."""
+
+    @property
+    def nbytes(self) -> int:
+        """Memory that this recording added to its engine's pool, in bytes."""
+
+    @property
+    def is_closed(self) -> bool:
+        """True once :meth:`close` was called."""
+
+    def replay(self) -> None:
+        """Run the recorded operations again. Runs no Python of the captured function and does not wait for the device.
+
+        Raises:
+            LifecycleError: the recording is closed, or another capture is under way in this thread.
+        """
+
+    def release_result(self) -> None:
+        """Forget what the captured function returned. The memory stays valid for replays."""
+
+    def close(self) -> None:
+        """Free the recording. May be called twice."""
+
+
+@runtime_checkable
+class Engine(Protocol):
+    """Captures functions on one device. One engine owns one memory pool and belongs to one session."""
+
+    @property
+    def name(self) -> str:
+        """``cuda`` or ``tape``."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where captured tensors live."""
+
+    @property
+    def is_capturing(self) -> bool:
+        """True while :meth:`capture` runs."""
+
+    @property
+    def pool_bytes(self) -> int:
+        """Bytes held for recordings that are not closed."""
+
+    def capture(self, function: Callable[[], Any], *, generators: Sequence[torch.Generator] = ()) -> Recording:
+        """Run ``function`` once under capture and return the recording.
+
+        Tensors, gradients and generators that existed before are afterwards as they were, also when it fails; results
+        are defined only after the first replay. Default generators are always known; other generators that
+        ``function`` draws from are given in ``generators``.
+
+        Raises:
+            CaptureError: an operation cannot be captured. Names the operation, the user's line and the way out.
+            LifecycleError: the engine is closed or already capturing.
+        """
+
+    def capture_stream(self) -> AbstractContextManager[None]:
+        """Run the body on the stream that captures use, ordered after and before the caller's stream."""
+
+    def borrowed_view(self, tensor: Tensor) -> Tensor:
+        """A tensor over the same memory that does not keep it alive, for memory that the pool may hand out again."""
+
+    def synchronize(self) -> None:
+        """Wait until the device is idle. Never called on the replay path."""
+
+    def close(self) -> None:
+        """Close all recordings, then release the pool. May be called twice."""

@@ -1,0 +1,116 @@
+"""The only place that touches private torch interfaces, each with a fallback.
+
+Checked on torch 2.11 (CUDA) and 2.13 (CPU).
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+
+def storage_key(tensor: Tensor) -> int:
+    """Identity of the tensor's storage, valid while the storage is alive.
+
+    Unlike an address it also tells empty storages apart.
+    """
+    storage = tensor.untyped_storage()
+    key = getattr(storage, "_cdata", None)
+    return int(key) if key is not None else storage.data_ptr()
+
+
+class WeakStorage:
+    """Holds a storage's identity without its memory: as long as this lives, no other storage gets the same key."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        weak = getattr(storage, "_weak_ref", None)
+        # Without weak references the storage itself is kept: more memory, same meaning.
+        self._held: Any = storage if weak is None else StorageWeakRef(storage)
+
+
+@contextmanager
+def below_autograd() -> Iterator[None]:
+    """Run ATen operations directly: no autograd, no version counting, no autocast.
+
+    Falls back to ``no_grad`` and a disabled autocast, which differ only in speed and in bumping version counters.
+    """
+    below = getattr(torch._C, "_AutoDispatchBelowAutograd", None)
+    no_autocast = getattr(torch._C, "_DisableAutocast", None)
+    with (
+        torch.no_grad(),
+        below() if below is not None else nullcontext(),
+        no_autocast() if no_autocast is not None else torch.autocast("cpu", enabled=False),
+    ):
+        yield
+
+
+def work_is_pending(result: Any) -> bool:
+    """True for the handle that an asynchronous collective returns."""
+    return isinstance(result, torch.ScriptObject) and bool(result._has_method("wait"))
+
+
+def borrowed_cuda_view(tensor: Tensor) -> Tensor:
+    """A CUDA tensor over the same memory that does not own it. Sizes, strides and dtype are kept; no gradient history."""
+    from_pointer = getattr(torch._C, "_construct_storage_from_data_pointer", None)
+    storage = tensor.untyped_storage()
+    if from_pointer is not None:
+        borrowed = from_pointer(storage.data_ptr(), tensor.device, storage.nbytes())
+        view = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        return view.set_(borrowed, tensor.storage_offset(), tensor.size(), tensor.stride())
+    raw = torch.as_tensor(_CudaBytes(storage.data_ptr(), storage.nbytes()), device=tensor.device)
+    return raw.view(tensor.dtype).as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())
+
+
+class _CudaBytes:
+    """Raw device memory, described by the CUDA array interface."""
+
+    def __init__(self, address: int, nbytes: int) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (nbytes,),
+            "typestr": "|u1",
+            "data": (address, False),
+            "strides": None,
+            "version": 3,
+        }
+
+
+def end_pool_allocation(device: torch.device, pool: Any) -> None:
+    """Stop routing allocations of a failed capture to its pool, and drop that capture's hold on the pool."""
+    end = getattr(torch._C, "_cuda_endAllocateToPool", None)
+    release = getattr(torch._C, "_cuda_releasePool", None)
+    index = device.index if device.index is not None else torch.cuda.current_device()
+    for action in (end, release):
+        if action is not None:
+            try:
+                action(index, pool)
+            except RuntimeError:
+                # The capture had already let go of the pool; nothing is held.
+                return
+
+
+def pool_segments(pool: Any) -> int:
+    """Bytes reserved from the driver for one private pool."""
+    snapshot = torch.cuda.memory_snapshot()
+    return sum(int(segment["total_size"]) for segment in snapshot if tuple(segment["segment_pool_id"]) == tuple(pool))
+
+
+def capturing_node_count(stream: torch.cuda.Stream) -> int | None:
+    """Nodes captured so far on a capturing stream, or ``None`` where the driver does not tell."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+        capture_info, graph_nodes = driver.cuStreamGetCaptureInfo_v2, driver.cuGraphGetNodes
+    except (OSError, AttributeError):
+        return None
+    status, capture_id, graph, num_nodes = ctypes.c_int(), ctypes.c_uint64(), ctypes.c_void_p(), ctypes.c_size_t()
+    handle = ctypes.c_void_p(stream.cuda_stream)
+    failed = capture_info(handle, ctypes.byref(status), ctypes.byref(capture_id), ctypes.byref(graph), None, None)
+    if failed or not graph.value or graph_nodes(graph, None, ctypes.byref(num_nodes)):
+        return None
+    return int(num_nodes.value)
