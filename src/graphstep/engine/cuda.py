@@ -127,7 +127,7 @@ class CudaEngine:
 
     @property
     def pool_bytes(self) -> int:
-        """Bytes that the private pool has reserved from the driver. Walks the allocator's segments: not for hot paths."""
+        """Bytes that the private pool has reserved from the driver. Walks the allocator's segments: slow."""
         return 0 if self._is_closed else torch_private.pool_segments(self._pool)
 
     def capture(self, function: Callable[[], Any], *, generators: Sequence[torch.Generator] = ()) -> CudaRecording:

@@ -51,7 +51,7 @@ class Tape:
 class TapeRecorder(TorchDispatchMode):
     """Runs operations as they come and appends each to a tape.
 
-    Recorded tensors are detached aliases made at dispatch: a later ``.data =`` on the user's tensor does not reach them.
+    Recorded tensors are detached aliases made at dispatch: a later ``.data =`` on the user's tensor leaves the tape alone.
     """
 
     def __init__(self, table: OperationTable, undo: UndoLog) -> None:

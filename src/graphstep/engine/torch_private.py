@@ -53,11 +53,12 @@ def below_autograd() -> Iterator[None]:
 
 def work_is_pending(result: Any) -> bool:
     """True for the handle that an asynchronous collective returns."""
-    return isinstance(result, torch.ScriptObject) and bool(result._has_method("wait"))
+    has_method = getattr(result, "_has_method", None)
+    return isinstance(result, torch.ScriptObject) and has_method is not None and bool(has_method("wait"))
 
 
 def borrowed_cuda_view(tensor: Tensor) -> Tensor:
-    """A CUDA tensor over the same memory that does not own it. Sizes, strides and dtype are kept; no gradient history."""
+    """A CUDA tensor over the same memory that does not own it: same sizes, strides and dtype, no gradient history."""
     from_pointer = getattr(torch._C, "_construct_storage_from_data_pointer", None)
     storage = tensor.untyped_storage()
     if from_pointer is not None:
