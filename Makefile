@@ -47,4 +47,4 @@ format: setup ## Put the code into its format.
 clean: ## Remove the virtual environment, caches and build outputs; training runs are kept.
 	@if [ -e "$(VENV)/pyvenv.cfg" ]; then rm -rf "$(VENV)"; fi
 	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
-	find src tests benchmarks examples -name __pycache__ -type d -prune -exec rm -rf {} +
+	find . -name '.?*' -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +
