@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, Literal
+from dataclasses import dataclass, fields
+from typing import Any
 
-from graphstep.config.validation import options_of, require
-
-TokenizerType = Literal["ByteTokenizer", "HuggingFaceTokenizer"]
+from graphstep.config.choices import TokenizerType
+from graphstep.config.split import split_weights
+from graphstep.config.validation import as_words, settle
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,17 +39,13 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         if self.data_path is not None:
-            paths = (self.data_path,) if isinstance(self.data_path, str) else tuple(self.data_path)
-            object.__setattr__(self, "data_path", paths)
-        require(self.options())
+            object.__setattr__(self, "data_path", as_words(self.data_path))
+        settle(self)
 
     @property
     def split_weights(self) -> tuple[float, float, float]:
         """Weights of training, validation and test data; they add up to 1."""
-        weights = parse_split(self.split)
-        total = sum(weights)
-        train, valid, test = (weight / total for weight in weights)
-        return train, valid, test
+        return split_weights(self.split)
 
     def padded_vocab_size(self, vocab_size: int) -> int:
         """Return ``vocab_size`` rounded up to a multiple of ``make_vocab_size_divisible_by``."""
@@ -58,17 +54,4 @@ class DataConfig:
 
     def options(self) -> Mapping[str, Any]:
         """Return the values under the names of their options, as the rules know them."""
-        return options_of(self)
-
-
-def parse_split(text: str) -> tuple[float, ...]:
-    """Return the weights of a split such as ``969,30,1`` (commas or slashes); missing ones at the end are 0.
-
-    Raises:
-        ValueError: not one to three numbers >= 0 with a positive first one.
-    """
-    weights = [float(part) for part in text.replace("/", ",").split(",")]
-    weights += [0.0] * (3 - len(weights))
-    if len(weights) != 3 or not all(0 <= weight < float("inf") for weight in weights) or weights[0] <= 0:
-        raise ValueError(text)
-    return tuple(weights)
+        return {field.name: getattr(self, field.name) for field in fields(self)}

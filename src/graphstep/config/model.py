@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, Literal
+from dataclasses import dataclass, fields
+from typing import Any
 
-from graphstep.config.validation import derive_into, options_of, require
-
-Normalization = Literal["LayerNorm", "RMSNorm"]
-PositionEmbedding = Literal["learned_absolute", "rope", "none"]
+from graphstep.config.choices import Normalization, PositionEmbedding
+from graphstep.config.validation import settle
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,7 +32,7 @@ class ModelConfig:
     kv_channels: int = 0
     """Channels of one head. 0: ``hidden_size / num_attention_heads``."""
     ffn_hidden_size: int = 0
-    """Width between the two MLP matrices. 0: 4 H, or with SwiGLU 8 H / 3 rounded down to a multiple of 64 (at least 64)."""
+    """Width inside the MLP. 0: 4 H, or with SwiGLU 8 H / 3 rounded down to a multiple of 64, not below 64."""
     seq_length: int = 128
     """Tokens of a training sequence, S."""
     max_position_embeddings: int = 0
@@ -67,9 +65,13 @@ class ModelConfig:
     """Standard deviation of the normal initialisation, > 0."""
 
     def __post_init__(self) -> None:
-        derive_into(self)
-        require(self.options())
+        settle(self)
+
+    @property
+    def layer_modules(self) -> frozenset[str]:
+        """Parts of the layers, by the names of ``CudaGraphModule``."""
+        return frozenset({"attn", "mlp"})
 
     def options(self) -> Mapping[str, Any]:
         """Return the values under the names of their options, as the rules know them."""
-        return options_of(self)
+        return {field.name: getattr(self, field.name) for field in fields(self)}

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from graphstep.config.validation import coerce, require
+from graphstep.config.validation import as_words, settle, to_member
 
 
 class CudaGraphImpl(StrEnum):
@@ -49,12 +49,24 @@ class InferenceCudaGraphScope(StrEnum):
     """One graph for the whole model."""
 
 
+GRAPH_OPTION_NAMES: Mapping[str, str] = {
+    "impl": "cuda_graph_impl",
+    "modules": "cuda_graph_modules",
+    "inference_scope": "inference_cuda_graph_scope",
+    "warmup_steps": "cuda_graph_warmup_steps",
+    "use_single_mempool": "cuda_graph_use_single_mempool",
+    "retain_backward_graph": "cuda_graph_retain_backward_graph",
+    "optimizer": "optimizer_cuda_graph",
+}
+"""Field of ``CudaGraphConfig`` -> name of its option."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CudaGraphConfig:
     """What is captured, and how. Plain strings are accepted for the enums.
 
     Raises:
-        ConfigError: an unknown value, or a contradiction; all of them at once.
+        ConfigError: an unknown word, or values out of range (all of these at once).
     """
 
     impl: CudaGraphImpl = CudaGraphImpl.none
@@ -75,29 +87,19 @@ class CudaGraphConfig:
     """Capture the optimizer step as well."""
 
     def __post_init__(self) -> None:
-        problems: list[Any] = []
-        impl = coerce(CudaGraphImpl, self.impl, "cuda_graph_impl", problems)
+        impl = to_member(CudaGraphImpl, self.impl, "cuda_graph_impl")
         scope = self.inference_scope
         if scope is not None:
-            scope = coerce(InferenceCudaGraphScope, scope, "inference_cuda_graph_scope", problems)
-        modules = [coerce(CudaGraphModule, module, "cuda_graph_modules", problems) for module in self.modules]
-        require({}, problems)
+            scope = to_member(InferenceCudaGraphScope, scope, "inference_cuda_graph_scope")
+        members = [to_member(CudaGraphModule, module, "cuda_graph_modules") for module in as_words(self.modules)]
         object.__setattr__(self, "impl", impl)
-        object.__setattr__(self, "modules", tuple(dict.fromkeys(modules)))
+        object.__setattr__(self, "modules", tuple(dict.fromkeys(members)))
         object.__setattr__(self, "inference_scope", effective_inference_scope(impl, scope))
-        require(self.options())
+        settle(self, GRAPH_OPTION_NAMES)
 
     def options(self) -> Mapping[str, Any]:
         """Return the values under the names of their options, as the rules know them."""
-        return {
-            "cuda_graph_impl": self.impl,
-            "cuda_graph_modules": self.modules,
-            "inference_cuda_graph_scope": self.inference_scope,
-            "cuda_graph_warmup_steps": self.warmup_steps,
-            "cuda_graph_use_single_mempool": self.use_single_mempool,
-            "cuda_graph_retain_backward_graph": self.retain_backward_graph,
-            "optimizer_cuda_graph": self.optimizer,
-        }
+        return {option: getattr(self, name) for name, option in GRAPH_OPTION_NAMES.items()}
 
 
 def effective_inference_scope(impl: CudaGraphImpl, scope: InferenceCudaGraphScope | None) -> InferenceCudaGraphScope:

@@ -1,16 +1,13 @@
-"""How a model is trained: batches, schedule, optimizer, outputs. Names and meaning are those of Megatron-LM's options."""
+"""How a model is trained. Names and meaning are those of Megatron-LM's options."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, Literal
+from dataclasses import dataclass, fields
+from typing import Any
 
-from graphstep.config.validation import derive_into, options_of, require
-
-DecayStyle = Literal["linear", "cosine", "constant", "WSD"]
-WsdDecayStyle = Literal["exponential", "linear", "cosine", "minus_sqrt"]
-Device = Literal["auto", "cpu", "cuda"]
+from graphstep.config.choices import DecayStyle, Device, WsdDecayStyle
+from graphstep.config.validation import settle
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -85,8 +82,7 @@ class TrainingConfig:
     """Train that many steps eagerly as well, and compare losses and weights bit by bit; 0: off."""
 
     def __post_init__(self) -> None:
-        derive_into(self)
-        require(self.options())
+        settle(self)
 
     @property
     def num_microbatches(self) -> int:
@@ -95,4 +91,4 @@ class TrainingConfig:
 
     def options(self) -> Mapping[str, Any]:
         """Return the values under the names of their options, as the rules know them."""
-        return options_of(self)
+        return {field.name: getattr(self, field.name) for field in fields(self)}

@@ -1,61 +1,172 @@
-"""Check and complete options. The one validator behind the command line and the dataclasses.
+"""The one validator, behind the command line and the dataclasses.
 
-Values travel under the names of their options (``hidden_size``, ``cuda_graph_impl``), in one flat mapping.
+Values travel in a flat mapping, under the names of their options (``hidden_size``, ``cuda_graph_impl``).
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Collection, Mapping
 from enum import Enum
-from typing import Any, TypeVar
+from numbers import Integral, Real
+from types import SimpleNamespace
+from typing import Any, Protocol, TypeVar
 
+from graphstep.config.derived import DERIVED, derived_options
+from graphstep.config.rules import RULES
+from graphstep.config.rules.rule import flag_of
+from graphstep.config.suggest import suggestion
 from graphstep.errors import ConfigError, Problem
 
 E = TypeVar("E", bound=Enum)
 
-
-def options_of(section: Any) -> dict[str, Any]:
-    """Return the fields of a dataclass by name."""
-    return {field.name: getattr(section, field.name) for field in dataclasses.fields(section)}
+LARGEST_INTEGER = 2**63 - 1
+"""Whole numbers end up in 64-bit tensors and file formats."""
 
 
-def derive_into(section: Any) -> None:
-    """Fill in the fields of a frozen dataclass that are worked out from the others."""
-    for name, value in derived(options_of(section)).items():
+class Section(Protocol):
+    """A part of the configuration."""
+
+    def options(self) -> Mapping[str, Any]:
+        """Return the values under the names of their options."""
+        ...
+
+
+def find_problems(
+    options: Mapping[str, Any],
+    *,
+    skip: Collection[str] = (),
+    derived: Collection[str] = (),
+    for_training: bool = False,
+) -> tuple[list[Problem], list[Problem]]:
+    """Return the problems and the notices of the rules whose options are all known.
+
+    Args:
+        options: values by name.
+        skip: names whose values are known to be wrong; rules that look at them are left out.
+        derived: names whose values were worked out: they are as wrong as what they were worked out from.
+        for_training: look at the rules of ``graphstep train`` as well.
+    """
+    problems: list[Problem] = []
+    notices: list[Problem] = []
+    wrong = set(skip)
+    view = SimpleNamespace(**options)
+    for rule in RULES:
+        if rule.for_training and not for_training:
+            continue
+        wrong |= {name for name in derived if wrong.intersection(DERIVED[name][0])}
+        if any(name not in options or name in wrong for name in rule.fields) or not rule.broken(view):
+            continue
+        found = Problem(rule.code, rule.what.format_map(options), rule.where, rule.fix.format_map(options))
+        (notices if rule.is_notice else problems).append(found)
+        if rule.is_range:
+            wrong.update(rule.fields)
+    return problems, notices
+
+
+def settle(section: Section, names: Mapping[str, str] | None = None) -> None:
+    """Complete a frozen dataclass that was just built: convert numbers, work out what was left out, check the rules.
+
+    Args:
+        section: a dataclass; its fields are written.
+        names: option names of those fields that are called otherwise.
+
+    Raises:
+        ConfigError: all problems at once.
+    """
+    problems: list[Problem] = []
+    wrong: set[str] = set()
+    for field in dataclasses.fields(section):  # type: ignore[arg-type]
+        name = (names or {}).get(field.name, field.name)
+        convert = _CONVERTERS.get(str(field.type))
+        if convert is None:
+            continue
+        value = getattr(section, field.name)
+        try:
+            object.__setattr__(section, field.name, convert(value))
+        except (TypeError, ValueError) as error:
+            problems.append(Problem(f"{name.replace('_', '-')}-type", f"{name}: {error}", flag_of(name)))
+            wrong.add(name)
+    derived = derived_options(section.options(), wrong)
+    for name, value in derived.items():
         object.__setattr__(section, name, value)
-
-
-def derived(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values that are worked out, for those options that are 0 and whose sources are given."""
-    found: dict[str, Any] = {}
-    for name, (sources, work_out) in DERIVED.items():
-        if options.get(name) == 0 and all(source in options for source in sources):
-            found[name] = work_out(*(options[source] for source in sources))
-    return found
-
-
-def _ffn_hidden_size(hidden_size: int, swiglu: bool) -> int:
-    return max(64, 8 * hidden_size // 3 // 64 * 64) if swiglu else 4 * hidden_size
-
-
-DERIVED: Mapping[str, tuple[tuple[str, ...], Callable[..., int]]] = {
-    "num_query_groups": (("num_attention_heads",), lambda heads: heads),
-    "kv_channels": (("hidden_size", "num_attention_heads"), lambda hidden, heads: hidden // max(1, heads)),
-    "ffn_hidden_size": (("hidden_size", "swiglu"), _ffn_hidden_size),
-    "max_position_embeddings": (("seq_length",), lambda seq: seq),
-    "global_batch_size": (("micro_batch_size",), lambda micro: micro),
-    "lr_decay_iters": (("train_iters",), lambda iters: iters),
-}
-"""Option -> the options it is worked out from when it is 0, and how."""
-
-
-def require(options: Mapping[str, Any], problems: Collection[Problem] = ()) -> None:
-    """Raise all problems at once."""
+    problems += find_problems(section.options(), skip=wrong, derived=derived)[0]
     if problems:
-        raise ConfigError(tuple(problems))
+        raise ConfigError(problems)
 
 
-def coerce(kind: type[E], value: object, dest: str, problems: list[Problem]) -> E:
-    """Return the member of ``kind`` with this value; adds a problem if there is none."""
-    return kind(value)
+def to_member(kind: type[E], value: object, name: str) -> E:
+    """Return the member of an enum with this value.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    try:
+        return kind(value)
+    except ValueError as error:
+        words = [str(member.value) for member in kind]
+        what = f"{name}: expected one of {', '.join(words)}, got {value!r}"
+        raise ConfigError(
+            Problem(f"{name.replace('_', '-')}-choice", what, flag_of(name), suggestion(str(value), words))
+        ) from error
+
+
+def as_words(value: object) -> tuple[str, ...]:
+    """Return a word or several as a tuple.
+
+    Raises:
+        ConfigError: neither.
+    """
+    words = (value,) if isinstance(value, str) else value
+    if not isinstance(words, Collection) or not all(isinstance(word, str) for word in words):
+        raise ConfigError(Problem("words-type", f"expected a list of words, got {value!r}"))
+    return tuple(words)
+
+
+def whole_number(value: object) -> int:
+    """Return ``value`` as an ``int`` of 64 bits."""
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise TypeError(f"expected a whole number, got {value!r}")
+    if abs(int(value)) > LARGEST_INTEGER:
+        raise ValueError(f"expected a whole number of at most {LARGEST_INTEGER}")
+    return int(value)
+
+
+def real_number(value: object) -> float:
+    """Return ``value`` as a finite ``float``."""
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError(f"expected a number, got {value!r}")
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
+    if not math.isfinite(number):
+        raise ValueError("expected a finite number")
+    return number
+
+
+def _truth(value: object) -> bool:
+    if not isinstance(value, bool):
+        raise TypeError(f"expected True or False, got {value!r}")
+    return value
+
+
+def _text(value: object) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"expected text, got {value!r}")
+    return value
+
+
+def _text_or_none(value: object) -> str | None:
+    return None if value is None else _text(value)
+
+
+_CONVERTERS: Mapping[str, Callable[[object], Any]] = {
+    "int": whole_number,
+    "float": real_number,
+    "bool": _truth,
+    "str": _text,
+    "str | None": _text_or_none,
+}
+"""Annotation of a field -> what makes sure that a value is of this type."""

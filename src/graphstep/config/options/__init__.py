@@ -1,0 +1,14 @@
+"""All options of the command line, as data: one table, read by the parser, ``--help`` and the printed form."""
+
+from __future__ import annotations
+
+from graphstep.config.options.data import DATA_OPTIONS
+from graphstep.config.options.graphs import GRAPH_OPTIONS
+from graphstep.config.options.model import MODEL_OPTIONS
+from graphstep.config.options.option import Option
+from graphstep.config.options.training import TRAINING_OPTIONS
+
+OPTIONS: tuple[Option, ...] = (*MODEL_OPTIONS, *TRAINING_OPTIONS, *DATA_OPTIONS, *GRAPH_OPTIONS)
+"""Every option, in the order of ``--help``."""
+
+__all__ = ["OPTIONS", "Option"]
