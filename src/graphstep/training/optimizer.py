@@ -1,0 +1,103 @@
+"""AdamW over fp32 main weights, with all state allocated once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from graphstep.training.gradients import GradientBuffers
+
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+class MainWeightAdamW:
+    """AdamW that updates fp32 weights from the views of a :class:`GradientBuffers`.
+
+    fp32 parameters are updated in place. For a half-precision parameter the optimizer keeps an fp32 copy, the main
+    weight; it updates that copy from ``main_grad`` and rounds it back into the parameter after each step. Weight decay
+    applies to tensors of two or more dimensions only: biases and norm weights are not decayed. All state exists from
+    the start, at fixed addresses, and loading copies into it.
+
+    Args:
+        gradients: owner of the gradients, which also says which parameters are trained.
+        betas: decay rates of the two moments.
+        eps: added to the root of the second moment.
+
+    Source: Loshchilov and Hutter 2019, "Decoupled weight decay regularization", algorithm 2. Fused kernel on CPU and
+    CUDA.
+    """
+
+    def __init__(
+        self, gradients: GradientBuffers, *, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8
+    ) -> None:
+        self._gradients = gradients
+        self._trained: dict[str, Tensor] = {}
+        self._half: list[Tensor] = []
+        self._half_main: list[Tensor] = []
+        for slot in gradients.slots:
+            if slot.is_main_grad:
+                main = slot.parameter.detach().float().clone()
+                main.grad = slot.view
+                self._half.append(slot.parameter.detach())
+                self._half_main.append(main)
+            else:
+                main = slot.parameter
+            self._trained[slot.name] = main
+        tensors = list(self._trained.values())
+        groups = [
+            {"params": [t for t in tensors if t.ndim > 1], "is_decayed": True},
+            {"params": [t for t in tensors if t.ndim <= 1], "is_decayed": False},
+        ]
+        # The rate is a Python number written before each step; an optimizer inside a graph needs a device tensor here.
+        self._adamw = torch.optim.AdamW(
+            [group for group in groups if group["params"]], lr=0.0, betas=betas, eps=eps, weight_decay=0.0, fused=True
+        )
+        for tensor in tensors:
+            self._adamw.state[tensor] = {
+                "step": torch.zeros((), dtype=torch.float32, device=tensor.device),
+                **{moment: torch.zeros_like(tensor.detach()) for moment in _MOMENTS},
+            }
+
+    def step(self, lr: float, weight_decay: float) -> None:
+        """Update the weights from the gradients; nothing is read back to the host.
+
+        Args:
+            lr: learning rate of this update.
+            weight_decay: decoupled decay factor, for tensors of two or more dimensions.
+        """
+        for group in self._adamw.param_groups:
+            group["lr"] = lr
+            group["weight_decay"] = weight_decay if group["is_decayed"] else 0.0
+        self._gradients.install()
+        self._adamw.step()
+        self._write_back()
+
+    def main_weights(self) -> dict[str, Tensor]:
+        """Return the fp32 copies of half-precision parameters by parameter name; empty in fp32."""
+        return {slot.name: self._trained[slot.name] for slot in self._gradients.slots if slot.is_main_grad}
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return the live state as flat names, ``exp_avg.<parameter>`` and so on; clone to keep."""
+        state = {f"main.{name}": tensor for name, tensor in self.main_weights().items()}
+        for name, tensor in self._trained.items():
+            for key, value in self._adamw.state[tensor].items():
+                state[f"{key}.{name}"] = value
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Copy a state of :meth:`state_dict` into the live tensors, whose addresses stay.
+
+        Names and shapes must be those of :meth:`state_dict`; :mod:`graphstep.training.checkpoint` checks files.
+        """
+        with torch.no_grad():
+            for name, tensor in self.state_dict().items():
+                tensor.copy_(state[name])
+        self._write_back()
+
+    def _write_back(self) -> None:
+        if self._half:
+            # One launch instead of one per parameter. The underscore is only in its name: optimizers built on torch
+            # rely on it, and there is no other spelling.
+            torch._foreach_copy_(self._half, self._half_main)
