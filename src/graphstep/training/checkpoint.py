@@ -1,0 +1,267 @@
+"""Checkpoints: written whole or not at all, checked whole before anything is changed, and free of pickle.
+
+A checkpoint is a folder ``iter_0000100`` with ``model.safetensors``, ``optimizer.safetensors``, ``random.safetensors``
+and ``state.json``; ``latest_checkpointed_iteration.txt`` beside it names the newest. Saving writes a temporary folder,
+flushes it to disk, renames it, and only then moves the pointer, so a crash at any moment leaves the older one in use.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from graphstep.errors import CheckpointError, Problem
+from graphstep.training.files import (
+    REPLACED_SUFFIX,
+    publish_folder,
+    remove_leftovers,
+    temporary_name,
+    write_text_atomically,
+)
+from graphstep.training.tensors import TensorSpec, differences, spec_of
+
+FORMAT = 1
+TRACKER = "latest_checkpointed_iteration.txt"
+STATE = "state.json"
+MODEL, OPTIMIZER, RANDOM = "model.safetensors", "optimizer.safetensors", "random.safetensors"
+
+_DTYPES: Final = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingState:
+    """All that a run needs to go on as if it had not stopped. Tensors may be live: saving only reads them."""
+
+    iteration: int
+    """Completed steps."""
+    model: Mapping[str, Tensor]
+    optimizer: Mapping[str, Tensor]
+    random: Mapping[str, Tensor]
+    """States of the default generators, uint8."""
+    architecture: Mapping[str, Any]
+    """What must be equal in the run that loads this, as JSON values."""
+    data: Mapping[str, Any] = field(default_factory=dict)
+    """State of the training data iterator, as JSON values."""
+    progress: Mapping[str, Any] = field(default_factory=dict)
+    """Losses seen so far and the like, as JSON values."""
+    config: Mapping[str, Any] = field(default_factory=dict)
+    """The run's configuration, for readers; loading does not use it."""
+
+
+def folder_name(iteration: int) -> str:
+    """Return the folder name of a checkpoint, such as ``iter_0000100``."""
+    return f"iter_{iteration:07d}"
+
+
+def save_checkpoint(root: Path, state: TrainingState) -> Path:
+    """Write a checkpoint below ``root`` and make it the latest.
+
+    Returns:
+        The new folder. A checkpoint of the same iteration is replaced.
+
+    Raises:
+        CheckpointError: the disk refused; earlier checkpoints are intact and still the latest.
+    """
+    target = root / folder_name(state.iteration)
+    temporary = temporary_name(target)
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        remove_leftovers(root)
+        temporary.mkdir()
+        metadata = {"iteration": str(state.iteration)}
+        for name, tensors in ((MODEL, state.model), (OPTIMIZER, state.optimizer), (RANDOM, state.random)):
+            save_file({k: t.detach().contiguous() for k, t in tensors.items()}, temporary / name, metadata)
+        text = json.dumps(
+            {
+                "format": FORMAT,
+                "iteration": state.iteration,
+                "architecture": state.architecture,
+                "data": state.data,
+                "progress": state.progress,
+                "config": state.config,
+            },
+            indent=1,
+        )
+        (temporary / STATE).write_text(text + "\n", encoding="utf-8")
+        publish_folder(temporary, target)
+        write_text_atomically(root / TRACKER, f"{state.iteration}\n")
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(
+            Problem(
+                "checkpoint-write",
+                f"the checkpoint of iteration {state.iteration} was not written: {error}",
+                where=str(target),
+                fix="free space or choose another folder; earlier checkpoints are intact",
+            )
+        ) from error
+    return target
+
+
+def find_checkpoint(path: Path) -> Path:
+    """Return the checkpoint folder that ``path`` means: itself, or the latest below it.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    if (path / STATE).is_file():
+        return path
+    if not path.is_dir():
+        raise _missing(f"{path} does not exist" if not path.exists() else f"{path} is not a folder", path)
+    tracker = path / TRACKER
+    if not tracker.is_file():
+        raise _missing(f"{path} holds no checkpoint: neither {STATE} nor {TRACKER}", path)
+    text = tracker.read_text(encoding="utf-8", errors="replace").strip()
+    if not (text.isascii() and text.isdigit()):
+        raise _missing(f"{tracker.name} should hold an iteration number, and holds {text[:40]!r}", tracker)
+    folder = path / folder_name(int(text))
+    for candidate in (folder, folder.with_name(folder.name + REPLACED_SUFFIX)):
+        if candidate.is_dir():
+            return candidate
+    raise _missing(f"{tracker.name} names {folder.name}, which does not exist", path)
+
+
+class Checkpoint:
+    """A checkpoint folder that was read and checked; nothing is loaded until :meth:`restore`.
+
+    Args:
+        folder: as :func:`find_checkpoint` returned it.
+        model: live tensors to load into, by name.
+        optimizer: live tensors to load into, by name.
+        architecture: must equal what was saved.
+
+    Raises:
+        CheckpointError: with all that is missing, truncated or does not fit.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        model: Mapping[str, Tensor],
+        optimizer: Mapping[str, Tensor],
+        architecture: Mapping[str, Any],
+    ) -> None:
+        self.folder = folder
+        self._targets = {MODEL: model, OPTIMIZER: optimizer}
+        problems: list[Problem] = []
+        state = _read_state(folder / STATE, problems)
+        self.iteration: int = state.get("iteration", 0)
+        self.data: dict[str, Any] = state.get("data", {})
+        self.progress: dict[str, Any] = state.get("progress", {})
+        if not problems:
+            problems += _architecture_problems(architecture, state["architecture"], folder / STATE)
+        for name, targets in self._targets.items():
+            found = _read_specs(folder / name, self.iteration if state else None, problems)
+            if found is not None:
+                problems += differences(
+                    {key: spec_of(tensor) for key, tensor in targets.items()},
+                    found,
+                    code="checkpoint-mismatch",
+                    where=str(folder / name),
+                    fix="use the model options (and --bf16 or not) of the run that wrote it; nothing was loaded",
+                )
+        _read_specs(folder / RANDOM, self.iteration if state else None, problems)
+        if problems:
+            raise CheckpointError(problems)
+
+    def random(self) -> dict[str, Tensor]:
+        """Return the saved states of the default generators."""
+        return dict(_tensors(self.folder / RANDOM))
+
+    def restore(self) -> None:
+        """Copy the saved tensors into the live ones, whose addresses stay."""
+        with torch.no_grad():
+            for name, targets in self._targets.items():
+                for key, tensor in _tensors(self.folder / name):
+                    targets[key].copy_(tensor)
+
+
+def _tensors(path: Path) -> list[tuple[str, Tensor]]:
+    with safe_open(path, framework="pt") as file:
+        return [(name, file.get_tensor(name)) for name in file.keys()]  # noqa: SIM118 - not a dict
+
+
+def _read_specs(path: Path, iteration: int | None, problems: list[Problem]) -> dict[str, TensorSpec] | None:
+    """Return the specs of a file's tensors, or None after adding a problem. The library checks the size of the file."""
+    if not path.is_file():
+        problems.append(_broken(path, "the file is missing"))
+        return None
+    try:
+        with safe_open(path, framework="pt") as file:
+            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - not a dict
+            written = (file.metadata() or {}).get("iteration")
+            specs = {n: TensorSpec(tuple(s.get_shape()), _DTYPES[s.get_dtype()]) for n, s in slices.items()}
+    except (SafetensorError, OSError) as error:
+        problems.append(_broken(path, f"the file is truncated or damaged: {error}"))
+        return None
+    except KeyError as error:
+        problems.append(_broken(path, f"the file holds a tensor of the unknown dtype {error}"))
+        return None
+    if iteration is not None and written != str(iteration):
+        problems.append(_broken(path, f"the file is of iteration {written}, {STATE} of iteration {iteration}"))
+    return specs
+
+
+def _read_state(path: Path, problems: list[Problem]) -> dict[str, Any]:
+    """Return the parsed state, or an empty dict after adding a problem."""
+    try:
+        state = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        problems.append(_broken(path, f"the file cannot be read: {error.strerror}"))
+        return {}
+    except ValueError as error:
+        problems.append(_broken(path, f"the file is truncated or damaged: {error}"))
+        return {}
+    types = {"format": int, "iteration": int, "architecture": dict, "data": dict, "progress": dict}
+    wrong = [k for k, kind in types.items() if not isinstance(state, dict) or not isinstance(state.get(k), kind)]
+    if wrong:
+        problems.append(_broken(path, f"missing or of the wrong type: {', '.join(wrong)}"))
+        return {}
+    if state["format"] != FORMAT:
+        problems.append(_broken(path, f"expected format {FORMAT}, found format {state['format']}"))
+        return {}
+    return dict(state)
+
+
+def _architecture_problems(expected: Mapping[str, Any], found: Mapping[str, Any], path: Path) -> list[Problem]:
+    return [
+        Problem(
+            "checkpoint-architecture",
+            f"{key}: expected {expected.get(key)!r}, found {found.get(key)!r}",
+            where=str(path),
+            fix="use the model options of the run that wrote it; nothing was loaded",
+        )
+        for key in dict.fromkeys((*expected, *found))
+        if expected.get(key) != found.get(key)
+    ]
+
+
+def _broken(path: Path, what: str) -> Problem:
+    fix = "load an older checkpoint by naming its iter_... folder; nothing was loaded"
+    return Problem("checkpoint-damaged", what, where=str(path), fix=fix)
+
+
+def _missing(what: str, where: Path) -> CheckpointError:
+    root = where if where.is_dir() else where.parent
+    others = sorted(p.name for p in root.glob("iter_*") if (p / STATE).is_file())
+    fix = f"name one of: {', '.join(others)}" if others else "check the path, or leave --load out to start afresh"
+    return CheckpointError(Problem("checkpoint-missing", what, where=str(where), fix=fix))

@@ -1,0 +1,77 @@
+"""Files and folders that appear complete or not at all, also after a crash or a power cut."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+TEMPORARY_PREFIX = "."
+TEMPORARY_SUFFIX = ".partial"
+REPLACED_SUFFIX = ".replaced"
+"""A folder that is being replaced has this name between two renames; it is complete, and is removed afterwards."""
+
+
+def temporary_name(target: Path) -> Path:
+    """Return the name beside ``target`` under which it is written."""
+    return target.with_name(f"{TEMPORARY_PREFIX}{target.name}{TEMPORARY_SUFFIX}")
+
+
+def sync(path: Path) -> None:
+    """Wait until a file's data, or a folder's list of names, is on disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_text_atomically(target: Path, text: str) -> None:
+    """Write a file under a temporary name and rename it over ``target``."""
+    temporary = temporary_name(target)
+    temporary.write_text(text, encoding="utf-8")
+    sync(temporary)
+    temporary.replace(target)
+    sync(target.parent)
+
+
+def publish_folder(temporary: Path, target: Path) -> None:
+    """Rename a finished temporary folder to ``target``; a folder of that name is replaced.
+
+    If there was one before, then at every moment ``target`` or ``target`` with the suffix ``.replaced`` is complete.
+    """
+    for path in sorted(temporary.iterdir()):
+        sync(path)
+    sync(temporary)
+    replaced = target.with_name(target.name + REPLACED_SUFFIX)
+    if target.exists():
+        if replaced.exists():
+            shutil.rmtree(replaced)
+        target.rename(replaced)
+    temporary.rename(target)
+    sync(target.parent)
+    if replaced.exists():
+        shutil.rmtree(replaced)
+
+
+def remove_leftovers(root: Path) -> None:
+    """Delete what an interrupted write left in ``root``; complete folders stay."""
+    for path in root.glob(f"{TEMPORARY_PREFIX}*{TEMPORARY_SUFFIX}"):
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+
+
+def unwritable_reason(path: Path, *, is_folder: bool) -> str | None:
+    """Return why ``path`` cannot be created or written to, or None; looks only, and creates nothing."""
+    if path.exists() and path.is_dir() != is_folder:
+        return f"{path} is a {'file' if is_folder else 'folder'}"
+    nearest = path if path.exists() else path.parent
+    while not nearest.exists() and nearest != nearest.parent:
+        nearest = nearest.parent
+    if nearest != path and not nearest.is_dir():
+        return f"{nearest} is not a folder"
+    if not os.access(nearest, os.W_OK | (os.X_OK if nearest.is_dir() else 0)):
+        return f"no permission to write to {nearest}"
+    return None
