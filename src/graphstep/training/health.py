@@ -1,0 +1,37 @@
+"""Stop a run whose numbers are no longer finite, and name the iteration."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from graphstep.errors import GraphstepError
+
+
+class NonFiniteError(GraphstepError, ArithmeticError):
+    """The loss or the gradient norm is NaN or infinite. The weights are those before the iteration it names."""
+
+
+def require_finite(losses: Tensor, grad_norm: Tensor, iteration: int) -> None:
+    """Raise if a loss or the gradient norm is not finite. Reads both back to the host, in one copy.
+
+    Args:
+        losses: [num_microbatches] fp32.
+        grad_norm: scalar, fp32.
+        iteration: number of the step, counted from 1.
+
+    Raises:
+        NonFiniteError: names what is not finite.
+    """
+    *loss_values, norm = torch.cat((losses, grad_norm.reshape(1))).tolist()
+    bad = [f"the loss of microbatch {i} is {value}" for i, value in enumerate(loss_values) if not math.isfinite(value)]
+    if not math.isfinite(norm):
+        bad.append(f"the gradient norm is {norm}")
+    if bad:
+        raise NonFiniteError(
+            f"{', '.join(bad)}",
+            where=f"iteration {iteration}; the weights were not updated",
+            fix="lower --lr, lengthen --lr-warmup-iters, lower --clip-grad, or check the data of this iteration",
+        )

@@ -1,0 +1,319 @@
+"""The training loop: data, model, strategy, optimizer, validation, checkpoints, logs."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from rich.console import Console
+from torch import Tensor
+
+from graphstep.config import CudaGraphImpl, RunConfig
+from graphstep.training.checkpoint import Checkpoint, TrainingState, save_checkpoint
+from graphstep.training.data import BatchIterator, Dataset, build_datasets
+from graphstep.training.determinism import deterministic_algorithms, random_state, restore_random_state
+from graphstep.training.evaluation import evaluate
+from graphstep.training.gradients import GradientBuffers
+from graphstep.training.health import require_finite
+from graphstep.training.interrupt import InterruptRequest
+from graphstep.training.ledger import StepLedger
+from graphstep.training.logging import make_logs
+from graphstep.training.optimizer import MainWeightAdamW
+from graphstep.training.schedules import learning_rate
+from graphstep.training.seam import StepReport, StrategyFactory
+from graphstep.training.setup import architecture, build_model, describe_config, preflight
+from graphstep.training.step import forward_backward_no_pipelining
+from graphstep.training.tensors import model_tensors
+from graphstep.training.timing import peak_memory_bytes
+
+_NUM_EAGER_WARMUP_STEPS = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainResult:
+    """What a run has to show."""
+
+    first_iteration: int
+    """Completed steps at the start: 0, or those of the checkpoint."""
+    iteration: int
+    """Completed steps at the end."""
+    is_interrupted: bool
+    """Ctrl-C ended the run early."""
+    first_loss: float | None
+    """Training loss of the first step; None when no step was made."""
+    last_loss: float | None
+    """Training loss, mean over the last log interval."""
+    first_validation_loss: float | None
+    """Before the first step; None without validation."""
+    last_validation_loss: float | None
+    """After the last step."""
+    step_ms: float | None
+    """Median time of a step once everything is captured (of eager runs: after the first three steps)."""
+    peak_bytes: int
+    """Peak of allocated device memory on CUDA, of resident memory on the CPU."""
+    num_parameters: int
+    report: StepReport
+    """What was captured."""
+
+
+class Trainer:
+    """Owner of a run. Building it checks all input and creates nothing on disk; :meth:`train` runs.
+
+    The seed decides everything: weights and the order of data come from generators of their own, dropout from the
+    default generators, which are seeded here.
+
+    Args:
+        config: the whole configuration.
+        console: where progress goes; None for silence.
+        strategy_factory: builds the strategy; the one of :mod:`graphstep.strategies` if None.
+        on_step: called after every step with the trainer and the losses [num_microbatches], outside the timed part.
+
+    Raises:
+        UserInputError: anything wrong with options, data, device, or the checkpoint to resume from.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        *,
+        console: Console | None = None,
+        strategy_factory: StrategyFactory | None = None,
+        on_step: Callable[[Trainer, Tensor], None] | None = None,
+    ) -> None:
+        training = config.training
+        self.device, self.start_checkpoint = preflight(training)
+        self.datasets = build_datasets(
+            config.data, seq_length=config.model.seq_length, seed=training.seed, need_valid=training.eval_iters > 0
+        )
+        vocab_size = config.data.padded_vocab_size(self.datasets.tokenizer.vocab_size)
+        self.config = dataclasses.replace(config, model=dataclasses.replace(config.model, vocab_size=vocab_size))
+        self.model = build_model(self.config.model, seed=training.seed, bf16=training.bf16, device=self.device)
+        self.gradients = GradientBuffers(self.model, self.device)
+        self.optimizer = MainWeightAdamW(
+            self.gradients, betas=(training.adam_beta1, training.adam_beta2), eps=training.adam_eps
+        )
+        self.batches = self._batches(self.datasets.train, shuffle=True)
+        self.iteration = 0
+        torch.manual_seed(training.seed)
+        if self.start_checkpoint is not None:
+            self._resume(self.start_checkpoint)
+        build = strategy_factory or _default_strategy_factory()
+        self.strategy = build(
+            config.graphs,
+            model=self.model,
+            forward_backward_func=forward_backward_no_pipelining,
+            device=self.device,
+        )
+        self._on_step = on_step
+        self._log = make_logs(training, console)
+        self._ledger = StepLedger(self.device)
+        self._num_recordings = 0
+        self._is_steady = False
+        self._saved_iteration = self.iteration
+        self._validation_loss: tuple[int, float] | None = None
+
+    def __enter__(self) -> Trainer:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Free the recordings, then take the gradients off the model, then close the logs. May be called twice."""
+        self.strategy.close()
+        self.gradients.close()
+        self._log.close()
+
+    def train(self, num_steps: int | None = None) -> TrainResult:
+        """Train to the last iteration, or ``num_steps`` steps if that comes first.
+
+        Ctrl-C ends the run after the current step; a checkpoint is saved then too.
+
+        Raises:
+            NonFiniteError: loss or gradient norm is not finite and the check is on; the weights are those before.
+            CheckpointError: a checkpoint could not be written.
+        """
+        training = self.config.training
+        first = self.iteration
+        last = training.train_iters if num_steps is None else min(training.train_iters, first + num_steps)
+        with deterministic_algorithms(training.deterministic_mode), InterruptRequest() as interrupt:
+            self._log.write("start", self._start_values())
+            before = self.validate()
+            while self.iteration < last and not interrupt.is_requested:
+                self._step()
+                if self.iteration % training.log_interval == 0:
+                    self._write_interval()
+                if training.eval_interval > 0 and self.iteration % training.eval_interval == 0:
+                    self.validate()
+                if training.save_interval > 0 and self.iteration % training.save_interval == 0:
+                    self.save()
+            self._write_interval()
+            after = self.validate() if not interrupt.is_requested else None
+            self.save()
+        result = TrainResult(
+            first_iteration=first,
+            iteration=self.iteration,
+            is_interrupted=self.iteration < last,
+            first_loss=self._ledger.first_loss,
+            last_loss=self._ledger.last_loss,
+            first_validation_loss=before,
+            last_validation_loss=after,
+            step_ms=self._ledger.steady_step_ms,
+            peak_bytes=peak_memory_bytes(self.device),
+            num_parameters=sum(p.numel() for p in self.model.parameters()),
+            report=self.strategy.report(),
+        )
+        self._log.write("end", self._end_values(result))
+        return result
+
+    def validate(self) -> float | None:
+        """Return the loss on the validation data, always the same batches; None if there is no validation.
+
+        A second call without a step in between returns the first result.
+        """
+        training = self.config.training
+        if training.eval_iters == 0 or self.datasets.valid is None:
+            return None
+        if self._validation_loss is None or self._validation_loss[0] != self.iteration:
+            loss = evaluate(
+                self.strategy,
+                self.model,
+                self._batches(self.datasets.valid, shuffle=False),
+                num_iters=training.eval_iters,
+                num_microbatches=training.num_microbatches,
+                device=self.device,
+            )
+            self._validation_loss = (self.iteration, loss)
+            self._log.write("validation", {"iteration": self.iteration, "loss": loss})
+        return self._validation_loss[1]
+
+    def save(self) -> Path | None:
+        """Write a checkpoint if there is a folder for it and the run has moved on since the last one."""
+        training = self.config.training
+        if training.save is None or self.iteration == self._saved_iteration:
+            return None
+        folder = save_checkpoint(
+            Path(training.save),
+            TrainingState(
+                iteration=self.iteration,
+                model=model_tensors(self.model),
+                optimizer=self.optimizer.state_dict(),
+                random=random_state(self.device),
+                architecture=architecture(self.config.model),
+                data={"train": self.batches.state_dict()},
+                progress={"loss": self._ledger.last_loss, "validation_loss": self._validation_loss},
+                config=describe_config(self.config),
+            ),
+        )
+        self._saved_iteration = self.iteration
+        self._log.write("checkpoint", {"iteration": self.iteration, "path": str(folder)})
+        return folder
+
+    def weights(self) -> dict[str, Tensor]:
+        """Return the live weights, buffers, and fp32 main weights (``main.`` in front) by name."""
+        main = {f"main.{name}": tensor for name, tensor in self.optimizer.main_weights().items()}
+        return {**model_tensors(self.model), **main}
+
+    def _batches(self, dataset: Dataset, *, shuffle: bool) -> BatchIterator:
+        training = self.config.training
+        return BatchIterator(
+            dataset,
+            micro_batch_size=training.micro_batch_size,
+            seed=training.seed,
+            shuffle=shuffle,
+            pin_memory=self.device.type == "cuda",
+        )
+
+    def _resume(self, folder: Path) -> None:
+        checkpoint = Checkpoint(
+            folder,
+            model=model_tensors(self.model),
+            optimizer=self.optimizer.state_dict(),
+            architecture=architecture(self.config.model),
+        )
+        # Of all parts only the data may still refuse, so it goes first.
+        self.batches.load_state_dict(checkpoint.data["train"])
+        checkpoint.restore()
+        restore_random_state(checkpoint.random(), self.device)
+        self.iteration = checkpoint.iteration
+
+    def _step(self) -> None:
+        training = self.config.training
+        lr = learning_rate(training, self.iteration)
+        self._ledger.timer.start()
+        self.gradients.zero()
+        losses = self.strategy.forward_backward(data_iterator=self.batches, num_microbatches=training.num_microbatches)
+        norm = self.gradients.norm()
+        if training.clip_grad > 0:
+            self.gradients.clip_(norm, training.clip_grad)
+        if training.check_for_nan_in_loss_and_grad:
+            require_finite(losses, norm, self.iteration + 1)
+        self.optimizer.step(lr, training.weight_decay)
+        self.strategy.end_step()
+        self._ledger.timer.stop()
+        self.iteration += 1
+        self._ledger.add(self.iteration, losses, norm, lr, is_steady=self._look_whether_steady())
+        if self._on_step is not None:
+            self._on_step(self, losses)
+
+    def _look_whether_steady(self) -> bool:
+        """Return whether the step just made ran as all later ones will: after warmup and capture."""
+        if not self._is_steady:
+            if self.config.graphs.impl is CudaGraphImpl.none:
+                self._num_recordings += 1
+                self._is_steady = self._num_recordings > _NUM_EAGER_WARMUP_STEPS
+            else:
+                before, self._num_recordings = self._num_recordings, self.strategy.report().num_recordings
+                self._is_steady = self._num_recordings == before > 0
+        return self._is_steady
+
+    def _write_interval(self) -> None:
+        interval = self._ledger.read()
+        if interval is None:
+            return
+        training = self.config.training
+        tokens_per_step = training.global_batch_size * self.config.model.seq_length
+        for iteration in interval.bad_iterations:
+            self._log.write(
+                "warning",
+                {"iteration": iteration, "message": f"loss or gradient norm of iteration {iteration} is not finite"},
+            )
+        self._log.write(
+            "train",
+            {
+                "iteration": interval.iteration,
+                "train_iters": training.train_iters,
+                "loss": interval.loss,
+                "learning_rate": interval.learning_rate,
+                "grad_norm": interval.grad_norm,
+                "step_ms": interval.step_ms,
+                "tokens_per_second": tokens_per_step * 1e3 / interval.step_ms,
+                "tokens": interval.iteration * tokens_per_step,
+            },
+        )
+
+    def _start_values(self) -> dict[str, Any]:
+        return {
+            "iteration": self.iteration,
+            "train_iters": self.config.training.train_iters,
+            "device": str(self.device),
+            "torch": torch.__version__,
+            "config": describe_config(self.config),
+        }
+
+    def _end_values(self, result: TrainResult) -> dict[str, Any]:
+        values = {field.name: getattr(result, field.name) for field in dataclasses.fields(result)}
+        return {**values, "report": result.report.to_json()}
+
+
+def _default_strategy_factory() -> StrategyFactory:
+    from graphstep.strategies import build_strategy
+
+    return build_strategy

@@ -1,0 +1,112 @@
+"""From options to parts: everything that can be wrong is found here, before a run creates or changes anything."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from graphstep.config import ModelConfig, RunConfig, TrainingConfig
+from graphstep.errors import Problem, UserInputError
+from graphstep.models import GPTModel
+from graphstep.training.checkpoint import find_checkpoint
+from graphstep.training.determinism import DETERMINISTIC_WORKSPACES, WORKSPACE_VARIABLE
+from graphstep.training.files import unwritable_reason
+from graphstep.training.logging import tensorboard_problem
+
+_FREE_TO_CHANGE = ("seq_length", "attention_dropout", "hidden_dropout", "init_method_std")
+
+
+def preflight(config: TrainingConfig, environment: Mapping[str, str] = os.environ) -> tuple[torch.device, Path | None]:
+    """Check device, folders and files that the options name. Only looks; creates nothing.
+
+    Returns:
+        The device, and the checkpoint folder to resume from, if any.
+
+    Raises:
+        UserInputError: with all problems.
+    """
+    problems: list[Problem] = []
+    device = _device(config, problems)
+    if config.deterministic_mode and device.type == "cuda":
+        value = environment.get(WORKSPACE_VARIABLE)
+        if value not in DETERMINISTIC_WORKSPACES:
+            problems.append(
+                Problem(
+                    "deterministic-workspace",
+                    f"cuBLAS is deterministic only with {WORKSPACE_VARIABLE} set, found {value!r}",
+                    where="--deterministic-mode",
+                    fix=f"export {WORKSPACE_VARIABLE}={DETERMINISTIC_WORKSPACES[0]}",
+                )
+            )
+    outputs = (
+        ("--save", config.save, True),
+        ("--tensorboard-dir", config.tensorboard_dir, True),
+        ("--log-jsonl", config.log_jsonl, False),
+    )
+    for option, value, is_folder in outputs:
+        reason = None if value is None else unwritable_reason(Path(value), is_folder=is_folder)
+        if reason is not None:
+            kind = "folder" if is_folder else "file"
+            problems.append(Problem("output-path", reason, where=option, fix=f"name a {kind} that can be written to"))
+    if config.tensorboard_dir is not None and (missing := tensorboard_problem()) is not None:
+        problems.append(missing)
+    checkpoint: Path | None = None
+    if config.load is not None:
+        try:
+            checkpoint = find_checkpoint(Path(config.load))
+        except UserInputError as error:
+            if not problems:
+                raise
+            problems += error.problems
+    if problems:
+        raise UserInputError(problems)
+    return device, checkpoint
+
+
+def architecture(config: ModelConfig) -> dict[str, Any]:
+    """Return what two runs must share to exchange weights: shapes alone do not show the number of heads, for one."""
+    return {key: value for key, value in dataclasses.asdict(config).items() if key not in _FREE_TO_CHANGE}
+
+
+def describe_config(config: RunConfig) -> dict[str, Any]:
+    """Return the configuration as JSON values."""
+    return {
+        "model": dataclasses.asdict(config.model),
+        "training": dataclasses.asdict(config.training),
+        "data": dataclasses.asdict(config.data),
+        "graphs": dataclasses.asdict(config.graphs),
+    }
+
+
+def build_model(config: ModelConfig, *, seed: int, bf16: bool, device: torch.device) -> GPTModel:
+    """Return a model whose initial weights depend on the seed only, in training mode.
+
+    Args:
+        config: with the vocabulary size filled in.
+        seed: seed of a generator of its own; default generators are not touched.
+        bf16: bf16 parameters, rounded from those of fp32.
+        device: where the parameters live.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    return GPTModel(config, generator=generator, device=device, dtype=torch.bfloat16 if bf16 else torch.float32)
+
+
+def _device(config: TrainingConfig, problems: list[Problem]) -> torch.device:
+    has_cuda = torch.cuda.is_available()
+    if config.device == "cuda" and not has_cuda:
+        problems.append(
+            Problem(
+                "device-missing",
+                "PyTorch sees no CUDA device",
+                where="--device cuda",
+                fix="leave --device out to train on the CPU, or install a CUDA build of PyTorch",
+            )
+        )
+    if config.device == "cpu" or not has_cuda:
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device())
