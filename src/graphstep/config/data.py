@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from graphstep.config.choices import TokenizerType
+from graphstep.config.derived import padded_vocab_size
 from graphstep.config.split import split_weights
 from graphstep.config.validation import as_words, settle
 
@@ -49,8 +50,7 @@ class DataConfig:
 
     def padded_vocab_size(self, vocab_size: int) -> int:
         """Return ``vocab_size`` rounded up to a multiple of ``make_vocab_size_divisible_by``."""
-        multiple = self.make_vocab_size_divisible_by
-        return (vocab_size + multiple - 1) // multiple * multiple
+        return padded_vocab_size(vocab_size, self.make_vocab_size_divisible_by)
 
     def options(self) -> Mapping[str, Any]:
         """Return the values under the names of their options, as the rules know them."""

@@ -20,6 +20,26 @@ def derived_options(options: Mapping[str, Any], skip: Collection[str] = ()) -> d
     return found
 
 
+def underivable(options: Mapping[str, Any], derived: Collection[str]) -> set[str]:
+    """Return the options that were left out and could not be worked out, because their sources are wrong."""
+    return {name for name in DERIVED if options.get(name) == 0 and name not in derived}
+
+
+def layer_modules(options: Mapping[str, Any]) -> frozenset[str]:
+    """Return the parts that the layers of the model have, by the names of ``--cuda-graph-modules``.
+
+    Args:
+        options: values by name; dense decoders are all there is so far, so none of them matters.
+    """
+    del options
+    return frozenset({"attn", "mlp"})
+
+
+def padded_vocab_size(vocab_size: int, multiple: int) -> int:
+    """Return ``vocab_size`` rounded up to a multiple."""
+    return (vocab_size + multiple - 1) // multiple * multiple
+
+
 def _kv_channels(hidden_size: int, num_attention_heads: int) -> int:
     """Return the channels of a head, or 0 where the heads do not divide the hidden size: a rule says so."""
     if num_attention_heads < 1 or hidden_size % num_attention_heads:

@@ -67,11 +67,6 @@ class ModelConfig:
     def __post_init__(self) -> None:
         settle(self)
 
-    @property
-    def layer_modules(self) -> frozenset[str]:
-        """Parts of the layers, by the names of ``CudaGraphModule``."""
-        return frozenset({"attn", "mlp"})
-
     def options(self) -> Mapping[str, Any]:
         """Return the values under the names of their options, as the rules know them."""
         return {field.name: getattr(self, field.name) for field in fields(self)}

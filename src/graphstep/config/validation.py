@@ -13,7 +13,7 @@ from numbers import Integral, Real
 from types import SimpleNamespace
 from typing import Any, Protocol, TypeVar
 
-from graphstep.config.derived import DERIVED, derived_options
+from graphstep.config.derived import DERIVED, derived_options, underivable
 from graphstep.config.rules import RULES
 from graphstep.config.rules.rule import flag_of
 from graphstep.config.suggest import suggestion
@@ -23,6 +23,23 @@ E = TypeVar("E", bound=Enum)
 
 LARGEST_INTEGER = 2**63 - 1
 """Whole numbers end up in 64-bit tensors and file formats."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Notice:
+    """Something that a user should know and that is no error: an option without effect, a discouraged value."""
+
+    code: str
+    """Stable short name."""
+    what: str
+    """What has no effect, or is discouraged."""
+    where: str = ""
+    """The options."""
+    fix: str = ""
+    """The change to make."""
+
+    def __str__(self) -> str:
+        return f"{self.what} ({self.fix})" if self.fix else self.what
 
 
 class Section(Protocol):
@@ -39,7 +56,7 @@ def find_problems(
     skip: Collection[str] = (),
     derived: Collection[str] = (),
     for_training: bool = False,
-) -> tuple[list[Problem], list[Problem]]:
+) -> tuple[list[Problem], list[Notice]]:
     """Return the problems and the notices of the rules whose options are all known.
 
     Args:
@@ -49,7 +66,7 @@ def find_problems(
         for_training: look at the rules of ``graphstep train`` as well.
     """
     problems: list[Problem] = []
-    notices: list[Problem] = []
+    notices: list[Notice] = []
     wrong = set(skip)
     view = SimpleNamespace(**options)
     for rule in RULES:
@@ -58,8 +75,11 @@ def find_problems(
         wrong |= {name for name in derived if wrong.intersection(DERIVED[name][0])}
         if any(name not in options or name in wrong for name in rule.fields) or not rule.broken(view):
             continue
-        found = Problem(rule.code, rule.what.format_map(options), rule.where, rule.fix.format_map(options))
-        (notices if rule.is_notice else problems).append(found)
+        what, fix = rule.what.format_map(options), rule.fix.format_map(options)
+        if rule.is_notice:
+            notices.append(Notice(rule.code, what, rule.where, fix))
+        else:
+            problems.append(Problem(rule.code, what, rule.where, fix))
         if rule.is_range:
             wrong.update(rule.fields)
     return problems, notices
@@ -91,7 +111,8 @@ def settle(section: Section, names: Mapping[str, str] | None = None) -> None:
     derived = derived_options(section.options(), wrong)
     for name, value in derived.items():
         object.__setattr__(section, name, value)
-    problems += find_problems(section.options(), skip=wrong, derived=derived)[0]
+    options = section.options()
+    problems += find_problems(options, skip=wrong | underivable(options, derived), derived=derived)[0]
     if problems:
         raise ConfigError(problems)
 

@@ -85,6 +85,8 @@ class OptionGroup:
         if field is not None:
             default = () if field.default is MISSING else field.default
             more = {"default": default, "section": self.section, "field": field.name} | more
+        elif more.get("nargs") == 0:
+            more["default"] = False
         return Option(dest=dest, flags=spellings, group=self.group, help=help_text, **more)
 
     def switch(self, flags: str, help_text: str, *, off: str = "", dest: str = "") -> Option:

@@ -37,11 +37,11 @@ DATA_RULES: tuple[Rule, ...] = (
         what="--mock-data makes up its tokens, but --data-path names data to read",
         fix="keep one of the two",
     ),
-    no_effect(
-        "validation-without-data",
-        ("split", "eval_iters"),
-        lambda o: o.eval_iters > 0 and split_weights(o.split)[1] == 0,
-        "the split {split} leaves no data for validation: there will be none",
-        "give validation a weight, such as --split 969,30,1, or turn it off with --eval-iters 0",
+    Rule(
+        code="validation-without-data",
+        fields=("split", "eval_iters"),
+        broken=lambda o: o.eval_iters > 0 and split_weights(o.split)[1] == 0,
+        what="the split {split} leaves no data for validation",
+        fix="give validation a weight, such as --split 969,30,1, or turn it off with --eval-iters 0",
     ),
 )

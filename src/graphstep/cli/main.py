@@ -1,0 +1,131 @@
+"""``graphstep``: find the command, run it, turn errors into messages and exit codes."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from graphstep.cli.problems import print_error, print_notices
+from graphstep.config import from_argv
+from graphstep.config.help import help_text
+from graphstep.config.suggest import suggestion
+from graphstep.errors import GraphstepError, Problem, UserInputError
+from graphstep.version import __version__
+
+EXIT_OK, EXIT_FAILED, EXIT_BAD_INPUT, EXIT_INTERRUPTED, EXIT_CLOSED_PIPE = 0, 1, 2, 130, 141
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Command:
+    """A command of ``graphstep``."""
+
+    summary: str
+    """What it does, in one line."""
+    run: Callable[[Sequence[str]], int]
+    """Runs it with the words after its name; returns the exit code."""
+    help: Callable[[], str]
+    """Returns the text of its ``--help``."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command line.
+
+    Args:
+        argv: words, without the name of the program; those of this process if None.
+
+    Returns:
+        Exit code: that of the command; 1 when it failed, 2 for bad input, 130 after Ctrl-C, 141 when nobody reads the
+        output any more.
+    """
+    try:
+        return _dispatch(list(sys.argv[1:] if argv is None else argv))
+    except UserInputError as error:
+        print_error(error)
+        return EXIT_BAD_INPUT
+    except GraphstepError as error:
+        print_error(error)
+        return EXIT_FAILED
+    except KeyboardInterrupt:
+        print("graphstep: interrupted", file=sys.stderr)
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:
+        # The interpreter flushes standard output once more when it ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_CLOSED_PIPE
+
+
+def _dispatch(words: Sequence[str]) -> int:
+    if not words:
+        print(_overview(), end="", file=sys.stderr)
+        return EXIT_BAD_INPUT
+    name, rest = words[0], words[1:]
+    if name in ("-h", "--help", "help"):
+        print(_overview(), end="")
+        return EXIT_OK
+    if name in ("-V", "--version"):
+        print(f"graphstep {__version__}")
+        return EXIT_OK
+    command = COMMANDS.get(name)
+    if command is None:
+        fix = suggestion(name, COMMANDS, "graphstep --help lists the commands")
+        raise UserInputError(Problem("unknown-command", f"there is no command {name}", f"graphstep {name}", fix))
+    if "-h" in rest or "--help" in rest:
+        print(command.help(), end="")
+        return EXIT_OK
+    code = command.run(rest)
+    sys.stdout.flush()
+    return code
+
+
+def _overview() -> str:
+    width = max(len(name) for name in COMMANDS)
+    lines = [
+        "usage: graphstep COMMAND [options]",
+        "",
+        "CUDA graphs for transformer training on plain PyTorch.",
+        "",
+        "commands:",
+        *(f"  {name:<{width}}  {command.summary}" for name, command in COMMANDS.items()),
+        "",
+        "graphstep COMMAND --help lists the options of a command; graphstep --version prints the version.",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _train(argv: Sequence[str]) -> int:
+    # Wrong options are answered before torch is loaded, which takes seconds.
+    print_notices(from_argv(argv, os.environ, for_training=True).notices)
+    from graphstep.cli.train import run
+
+    return run(argv)
+
+
+def _train_help() -> str:
+    return help_text(
+        "graphstep train",
+        "Train a GPT. Options have Megatron-LM's names and meaning; without any, a small model learns the text of the "
+        "Python standard library on this machine.",
+    )
+
+
+def _config(argv: Sequence[str]) -> int:
+    from graphstep.cli.config import run
+
+    return run(argv)
+
+
+def _config_help() -> str:
+    return help_text(
+        "graphstep config",
+        "Print what a command line of graphstep train amounts to, and where each value comes from; with --json as one "
+        "JSON object.",
+    )
+
+
+COMMANDS: Mapping[str, Command] = {
+    "train": Command(summary="train a model and say what was captured", run=_train, help=_train_help),
+    "config": Command(summary="print the configuration a command line gives", run=_config, help=_config_help),
+}
+"""The commands, by name."""

@@ -1,0 +1,60 @@
+"""How errors are shown: once, on standard error, with what, where and how to fix it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from typing import TextIO
+
+from graphstep.config import Notice
+from graphstep.errors import GraphstepError, Problem, UserInputError
+
+
+def print_problems(problems: Sequence[Problem], stream: TextIO | None = None) -> None:
+    """Print all problems of a user's input.
+
+    Args:
+        problems: one or more.
+        stream: standard error if None.
+    """
+    count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
+    lines = [f"graphstep: {count}"]
+    for problem in problems:
+        lines += _lines(problem)
+    print("\n".join(lines), file=stream or sys.stderr)
+
+
+def print_error(error: GraphstepError, stream: TextIO | None = None) -> None:
+    """Print an error of this package.
+
+    Args:
+        error: one with problems is shown as :func:`print_problems` does.
+        stream: standard error if None.
+    """
+    if isinstance(error, UserInputError):
+        print_problems(error.problems, stream)
+        return
+    kind = type(error).__name__
+    print(
+        "\n".join(["graphstep: failed", *_lines(Problem(kind, error.what, error.where, error.fix))]),
+        file=stream or sys.stderr,
+    )
+
+
+def print_notices(notices: Sequence[Notice], stream: TextIO | None = None) -> None:
+    """Print what a user should know and that is no error, one line each.
+
+    Args:
+        notices: none or more.
+        stream: standard error if None.
+    """
+    for notice in notices:
+        print(f"note: {notice}", file=stream or sys.stderr)
+
+
+def _lines(problem: Problem) -> Iterator[str]:
+    yield f"- {problem.what} [{problem.code}]"
+    if problem.where:
+        yield f"  where: {problem.where}"
+    if problem.fix:
+        yield f"  fix:   {problem.fix}"

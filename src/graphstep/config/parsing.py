@@ -1,0 +1,154 @@
+"""Read a command line by the table of options.
+
+``argparse`` stops at the first thing it cannot read. This reads to the end and reports everything, by the same
+conventions: ``--option value`` or ``--option=value``, no abbreviations, the last of several counts.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from graphstep.config.options import OPTIONS, Option
+from graphstep.config.suggest import suggestion
+from graphstep.config.validation import Notice
+from graphstep.errors import Problem
+
+_LOOKS_LIKE_OPTION = re.compile(r"--|-[A-Za-z]")
+_HELP_HINT = "graphstep train --help lists the options"
+
+
+@dataclass(kw_only=True, slots=True)
+class Reading:
+    """What a command line says."""
+
+    values: dict[str, Any] = field(default_factory=dict)
+    """Values that are given, by name."""
+    wrong: set[str] = field(default_factory=set)
+    """Names of options that are given and cannot be read."""
+    problems: list[Problem] = field(default_factory=list)
+    """Everything that cannot be read."""
+    notices: list[Notice] = field(default_factory=list)
+    """Values that a later one replaces."""
+
+
+@dataclass(kw_only=True, slots=True)
+class _Chunk:
+    """A spelling, and the words up to the next one."""
+
+    spelling: str
+    attached: str | None = None
+    words: list[str] = field(default_factory=list)
+
+
+def read_options(argv: Sequence[str], options: Sequence[Option] = OPTIONS) -> Reading:
+    """Read the words of a command line.
+
+    Args:
+        argv: words, without the name of the program and of the command.
+        options: the options there are.
+
+    Returns:
+        Values and problems; never raises for what a user can type.
+    """
+    table = {spelling: option for option in options for spelling in option.spellings}
+    reading = Reading()
+    for chunk in _chunks(argv):
+        option = table.get(chunk.spelling)
+        if option is not None:
+            _read_option(option, chunk, reading)
+        elif chunk.spelling:
+            what = f"there is no option {chunk.spelling}"
+            fix = suggestion(chunk.spelling, table, _HELP_HINT)
+            reading.problems.append(Problem("unknown-option", what, chunk.spelling, fix))
+        else:
+            _refuse_words(chunk.words, "before the first option", "", reading)
+    return reading
+
+
+def _chunks(argv: Sequence[str]) -> Iterator[_Chunk]:
+    chunk = _Chunk(spelling="")
+    for word in argv:
+        if not _LOOKS_LIKE_OPTION.match(word) or _is_number(word):
+            chunk.words.append(word)
+            continue
+        if chunk.spelling or chunk.words:
+            yield chunk
+        spelling, equals, value = word.partition("=")
+        chunk = _Chunk(spelling=spelling, attached=value if equals else None)
+    if chunk.spelling or chunk.words:
+        yield chunk
+
+
+def _is_number(word: str) -> bool:
+    """Is this ``-inf`` or the like? Digits after the dash do not look like an option in the first place."""
+    try:
+        float(word)
+    except ValueError:
+        return False
+    return True
+
+
+def _read_option(option: Option, chunk: _Chunk, reading: Reading) -> None:
+    words = chunk.words
+    if option.nargs == 0:
+        if chunk.attached is not None:
+            words = [chunk.attached, *words]
+        _refuse_words(words, f"after {chunk.spelling}, which takes no value", chunk.spelling, reading)
+        _note(option, chunk.spelling, chunk.spelling in option.flags, reading)
+        return
+    if chunk.attached is not None:
+        words, rest = [chunk.attached], words
+    elif option.nargs == 1:
+        words, rest = words[:1], words[1:]
+    else:
+        rest = []
+    _refuse_words(rest, f"after {' '.join([chunk.spelling, *words])}", chunk.spelling, reading)
+    if option.splits_commas:
+        words = [part.strip() for word in words for part in word.split(",") if part.strip()]
+    if not words:
+        fix = f"write {chunk.spelling} {_placeholder(option)}"
+        reading.problems.append(Problem("missing-value", f"{chunk.spelling} needs a value", chunk.spelling, fix))
+        reading.wrong.add(option.dest)
+        return
+    values = [_convert(option, word, chunk.spelling, reading) for word in words]
+    if option.dest not in reading.wrong:
+        _note(option, chunk.spelling, values[0] if option.nargs == 1 else tuple(dict.fromkeys(values)), reading)
+
+
+def _convert(option: Option, word: str, spelling: str, reading: Reading) -> Any:
+    code, expected, fix = "malformed-value", "", f"write {spelling} {_placeholder(option)}"
+    if option.choices and word not in option.choices:
+        code, expected = "unknown-choice", "one of " + ", ".join(option.choices)
+        fix = suggestion(word, option.choices, "use one of these")
+    else:
+        try:
+            return option.type(word)
+        except ValueError as error:
+            expected = str(error)
+    what = f"{spelling}: expected {expected}, got {word!r}"
+    reading.problems.append(Problem(code, what, spelling, fix))
+    reading.wrong.add(option.dest)
+    return None
+
+
+def _note(option: Option, spelling: str, value: Any, reading: Reading) -> None:
+    earlier = reading.values.get(option.dest, value)
+    if earlier != value:
+        what = f"{spelling} is given more than once: the last one counts"
+        reading.notices.append(Notice("given-twice", what, spelling, "leave the others out"))
+    reading.values[option.dest] = value
+
+
+def _refuse_words(words: Sequence[str], place: str, spelling: str, reading: Reading) -> None:
+    if words:
+        what = f"unexpected {' '.join(repr(word) for word in words)} {place}"
+        fix = "leave it out, or name the option it is for"
+        reading.problems.append(Problem("unexpected-value", what, spelling, fix))
+
+
+def _placeholder(option: Option) -> str:
+    word = "|".join(option.choices) if option.choices else option.metavar or option.dest.upper()
+    return f"{word} ..." if option.nargs == "+" else word
