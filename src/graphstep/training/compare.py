@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from graphstep.config import CudaGraphConfig, RunConfig
-from graphstep.training.loop import Trainer
-from graphstep.training.seam import StrategyFactory
+from graphstep.strategies import build_strategy
+from graphstep.training.loop import StrategyFactory, Trainer
 
 
 class StepTrace:
@@ -91,7 +91,7 @@ class Comparison:
 
 
 def compare_with_eager(
-    config: RunConfig, trace: StepTrace, *, strategy_factory: StrategyFactory | None = None
+    config: RunConfig, trace: StepTrace, *, strategy_factory: StrategyFactory = build_strategy
 ) -> Comparison:
     """Train as many steps eagerly, from the same start, and compare with ``trace``.
 

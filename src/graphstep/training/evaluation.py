@@ -8,8 +8,8 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor, nn
 
+from graphstep.strategies.protocol import Strategy
 from graphstep.training.determinism import preserved_random_state
-from graphstep.training.seam import StepStrategy
 
 
 @contextlib.contextmanager
@@ -26,7 +26,7 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
 
 
 def evaluate(
-    strategy: StepStrategy,
+    strategy: Strategy,
     model: nn.Module,
     batches: Iterator[Mapping[str, Tensor]],
     *,

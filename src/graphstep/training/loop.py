@@ -7,13 +7,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from rich.console import Console
-from torch import Tensor
+from torch import Tensor, nn
 
-from graphstep.config import CudaGraphImpl, RunConfig
+from graphstep.capture.report import CaptureReport
+from graphstep.config import CudaGraphConfig, CudaGraphImpl, RunConfig
+from graphstep.strategies import ForwardBackward, Strategy, build_strategy
 from graphstep.training.checkpoint import Checkpoint, TrainingState, save_checkpoint
 from graphstep.training.data import BatchIterator, Dataset, build_datasets
 from graphstep.training.determinism import deterministic_algorithms, random_state, restore_random_state
@@ -25,13 +27,26 @@ from graphstep.training.ledger import StepLedger
 from graphstep.training.logging import make_logs
 from graphstep.training.optimizer import MainWeightAdamW
 from graphstep.training.schedules import learning_rate
-from graphstep.training.seam import StepReport, StrategyFactory
-from graphstep.training.setup import architecture, build_model, describe_config, preflight
+from graphstep.training.setup import architecture, build_model, preflight, with_vocabulary
 from graphstep.training.step import forward_backward_no_pipelining
 from graphstep.training.tensors import model_tensors
 from graphstep.training.timing import peak_memory_bytes
 
 _NUM_EAGER_WARMUP_STEPS = 3
+
+
+class StrategyFactory(Protocol):
+    """Builds the strategy that the switches ask for, as :func:`graphstep.strategies.build_strategy` does."""
+
+    def __call__(
+        self,
+        graphs: CudaGraphConfig,
+        *,
+        model: nn.Module,
+        forward_backward_func: ForwardBackward,
+        device: torch.device,
+    ) -> Strategy:
+        """Return a new strategy, which nobody else uses."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,8 +71,8 @@ class TrainResult:
     """Median time of a step once everything is captured (of eager runs: after the first three steps)."""
     peak_bytes: int
     """Peak of allocated device memory on CUDA, of resident memory on the CPU."""
-    num_parameters: int
-    report: StepReport
+    device: torch.device
+    report: CaptureReport
     """What was captured."""
 
 
@@ -70,7 +85,7 @@ class Trainer:
     Args:
         config: the whole configuration.
         console: where progress goes; None for silence.
-        strategy_factory: builds the strategy; the one of :mod:`graphstep.strategies` if None.
+        strategy_factory: builds the strategy that ``config.graphs`` asks for.
         on_step: called after every step with the trainer and the losses [num_microbatches], outside the timed part.
 
     Raises:
@@ -82,7 +97,7 @@ class Trainer:
         config: RunConfig,
         *,
         console: Console | None = None,
-        strategy_factory: StrategyFactory | None = None,
+        strategy_factory: StrategyFactory = build_strategy,
         on_step: Callable[[Trainer, Tensor], None] | None = None,
     ) -> None:
         training = config.training
@@ -90,8 +105,7 @@ class Trainer:
         self.datasets = build_datasets(
             config.data, seq_length=config.model.seq_length, seed=training.seed, need_valid=training.eval_iters > 0
         )
-        vocab_size = config.data.padded_vocab_size(self.datasets.tokenizer.vocab_size)
-        self.config = dataclasses.replace(config, model=dataclasses.replace(config.model, vocab_size=vocab_size))
+        self.config = with_vocabulary(config, self.datasets.tokenizer.vocab_size)
         self.model = build_model(self.config.model, seed=training.seed, bf16=training.bf16, device=self.device)
         self.gradients = GradientBuffers(self.model, self.device)
         self.optimizer = MainWeightAdamW(
@@ -102,8 +116,7 @@ class Trainer:
         torch.manual_seed(training.seed)
         if self.start_checkpoint is not None:
             self._resume(self.start_checkpoint)
-        build = strategy_factory or _default_strategy_factory()
-        self.strategy = build(
+        self.strategy = strategy_factory(
             config.graphs,
             model=self.model,
             forward_backward_func=forward_backward_no_pipelining,
@@ -167,7 +180,7 @@ class Trainer:
             last_validation_loss=after,
             step_ms=self._ledger.steady_step_ms,
             peak_bytes=peak_memory_bytes(self.device),
-            num_parameters=sum(p.numel() for p in self.model.parameters()),
+            device=self.device,
             report=self.strategy.report(),
         )
         self._log.write("end", self._end_values(result))
@@ -209,7 +222,7 @@ class Trainer:
                 architecture=architecture(self.config.model),
                 data={"train": self.batches.state_dict()},
                 progress={"loss": self._ledger.last_loss, "validation_loss": self._validation_loss},
-                config=describe_config(self.config),
+                config=self.config.to_json(),
             ),
         )
         self._saved_iteration = self.iteration
@@ -305,15 +318,9 @@ class Trainer:
             "train_iters": self.config.training.train_iters,
             "device": str(self.device),
             "torch": torch.__version__,
-            "config": describe_config(self.config),
+            "config": self.config.to_json(),
         }
 
     def _end_values(self, result: TrainResult) -> dict[str, Any]:
         values = {field.name: getattr(result, field.name) for field in dataclasses.fields(result)}
-        return {**values, "report": result.report.to_json()}
-
-
-def _default_strategy_factory() -> StrategyFactory:
-    from graphstep.strategies import build_strategy
-
-    return build_strategy
+        return {**values, "device": str(result.device), "report": result.report.to_json()}

@@ -7,7 +7,9 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from graphstep.errors import CheckpointError
 from graphstep.training.gradients import GradientBuffers
+from graphstep.training.tensors import differences, spec_of
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -89,8 +91,18 @@ class MainWeightAdamW:
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Copy a state of :meth:`state_dict` into the live tensors, whose addresses stay.
 
-        Names and shapes must be those of :meth:`state_dict`; :mod:`graphstep.training.checkpoint` checks files.
+        Raises:
+            CheckpointError: names, shapes or dtypes differ; nothing was changed.
         """
+        problems = differences(
+            {name: spec_of(tensor) for name, tensor in self.state_dict().items()},
+            {name: spec_of(tensor) for name, tensor in state.items()},
+            code="optimizer-mismatch",
+            where="state of the optimizer",
+            fix="load the state of an optimizer of the same model and precision",
+        )
+        if problems:
+            raise CheckpointError(problems)
         with torch.no_grad():
             for name, tensor in self.state_dict().items():
                 tensor.copy_(state[name])

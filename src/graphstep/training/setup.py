@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from graphstep.config import ModelConfig, RunConfig, TrainingConfig
-from graphstep.errors import Problem, UserInputError
+from graphstep.errors import ConfigError, Problem, UserInputError
 from graphstep.models import GPTModel
 from graphstep.training.checkpoint import find_checkpoint
 from graphstep.training.determinism import DETERMINISTIC_WORKSPACES, WORKSPACE_VARIABLE
@@ -73,14 +73,27 @@ def architecture(config: ModelConfig) -> dict[str, Any]:
     return {key: value for key, value in dataclasses.asdict(config).items() if key not in _FREE_TO_CHANGE}
 
 
-def describe_config(config: RunConfig) -> dict[str, Any]:
-    """Return the configuration as JSON values."""
-    return {
-        "model": dataclasses.asdict(config.model),
-        "training": dataclasses.asdict(config.training),
-        "data": dataclasses.asdict(config.data),
-        "graphs": dataclasses.asdict(config.graphs),
-    }
+def with_vocabulary(config: RunConfig, tokenizer_size: int) -> RunConfig:
+    """Return the configuration with the vocabulary of the model filled in.
+
+    Args:
+        config: ``model.vocab_size`` may be 0: then it becomes the padded size of the tokenizer.
+        tokenizer_size: number of tokens that can occur.
+
+    Raises:
+        ConfigError: the model was told a smaller vocabulary.
+    """
+    size = config.model.vocab_size or config.data.padded_vocab_size(tokenizer_size)
+    if size < tokenizer_size:
+        raise ConfigError(
+            Problem(
+                "vocab-size",
+                f"the model has {size} tokens, the tokenizer {tokenizer_size}",
+                where="--vocab-size",
+                fix="leave it out to take the vocabulary of the tokenizer",
+            )
+        )
+    return dataclasses.replace(config, model=dataclasses.replace(config.model, vocab_size=size))
 
 
 def build_model(config: ModelConfig, *, seed: int, bf16: bool, device: torch.device) -> GPTModel:

@@ -1,0 +1,166 @@
+"""``graphstep train``: train a model, say what was captured, and whether it equals eager training."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from graphstep.config import CudaGraphImpl, RunConfig, from_argv
+
+if TYPE_CHECKING:
+    from graphstep.training.compare import Comparison
+    from graphstep.training.loop import Trainer, TrainResult
+
+EXIT_OK, EXIT_DIFFERENT, EXIT_INTERRUPTED = 0, 3, 130
+
+
+def run(argv: Sequence[str], *, console: Console | None = None) -> int:
+    """Run the command.
+
+    Args:
+        argv: options, without the name of the command.
+        console: where output goes; standard output if None.
+
+    Returns:
+        Exit code: 0; 3 when ``--compare-with-eager`` found a difference; 130 after Ctrl-C.
+
+    Raises:
+        UserInputError: bad options, data or checkpoints: all problems at once, before anything was created.
+        GraphstepError: training failed.
+    """
+    return _train(from_argv(argv, for_training=True), console or Console())
+
+
+def _train(config: RunConfig, console: Console) -> int:
+    # Only now: wrong options are answered before torch is loaded.
+    from graphstep.training.compare import StepTrace, compare_with_eager
+    from graphstep.training.loop import Trainer
+
+    trace = StepTrace(config.training.compare_with_eager)
+    is_compared = trace.num_steps > 0
+    trainer = Trainer(config, console=console, on_step=trace.observe if is_compared else None)
+    with trainer:
+        _print_summary(trainer, console)
+        result = trainer.train()
+        console.print(result.report.render())
+        if is_compared:
+            trace.finish(trainer)
+        config = _from_checkpoint(config, trainer.start_checkpoint)
+    comparison = None
+    if is_compared and not result.is_interrupted and trace.num_observed > 0:
+        # Recordings, model and optimizer go first, so that the eager run has their memory.
+        del trainer
+        gc.collect()
+        _say(console, f"training {trace.num_steps} steps eagerly from the same start, to compare ...")
+        comparison = compare_with_eager(config, trace)
+    console.print(_result_table(config, result, comparison))
+    if result.is_interrupted:
+        return EXIT_INTERRUPTED
+    return EXIT_DIFFERENT if comparison is not None and not comparison.is_equal else EXIT_OK
+
+
+def _from_checkpoint(config: RunConfig, folder: Path | None) -> RunConfig:
+    """Return a configuration that starts where this run started, also after it has saved newer checkpoints."""
+    load = None if folder is None else str(folder)
+    return dataclasses.replace(config, training=dataclasses.replace(config.training, load=load))
+
+
+def _print_summary(trainer: Trainer, console: Console) -> None:
+    model, training = trainer.config.model, trainer.config.training
+    num_parameters = sum(parameter.numel() for parameter in trainer.model.parameters())
+    rows = [
+        ("device", f"{trainer.device}, {'bf16 with fp32 main weights' if training.bf16 else 'fp32'}"),
+        (
+            "model",
+            f"{num_parameters:,} parameters: {model.num_layers} layers, hidden {model.hidden_size}, "
+            f"{model.num_attention_heads} heads, sequence {model.seq_length}, vocabulary {model.vocab_size}",
+        ),
+        *(("data", line) for line in trainer.datasets.summary),
+        (
+            "batch",
+            f"{training.global_batch_size} sequences a step: {training.num_microbatches} microbatches "
+            f"of {training.micro_batch_size}",
+        ),
+        ("steps", f"{training.train_iters}, {training.lr_decay_style} learning rate {training.lr:g}"),
+        ("graphs", _describe_graphs(trainer.config)),
+    ]
+    if trainer.start_checkpoint is not None:
+        rows.append(("resumed", f"{trainer.start_checkpoint}, after {trainer.iteration} steps"))
+    console.print(_table("graphstep train", rows))
+    for notice in trainer.datasets.notices:
+        _say(console, f"note: {notice}")
+
+
+def _describe_graphs(config: RunConfig) -> str:
+    graphs = config.graphs
+    if graphs.impl is CudaGraphImpl.none:
+        return "none: eager"
+    modules = f" of {', '.join(graphs.modules)}" if graphs.modules else ""
+    return f"{graphs.impl}{modules}, after {graphs.warmup_steps} warmup steps"
+
+
+def _result_table(config: RunConfig, result: TrainResult, comparison: Comparison | None) -> Table:
+    is_eager = config.graphs.impl is CudaGraphImpl.none
+    rows = [
+        ("steps", f"{result.iteration - result.first_iteration}" + (", interrupted" if result.is_interrupted else "")),
+        ("loss", _before_after(result.first_loss, result.last_loss)),
+        ("validation loss", _before_after(result.first_validation_loss, result.last_validation_loss)),
+        *_time_rows(is_eager, result, comparison),
+        ("captured", f"{result.report.num_recordings} recordings in {result.report.capture_seconds:.2f} s"),
+        ("peak memory", f"{_mib(result.peak_bytes)}, of which graph pool {_mib(result.report.pool_bytes)}"),
+    ]
+    if comparison is not None:
+        rows.append(("eager, bit for bit", _verdict(config, result, comparison)))
+    return _table("result", rows)
+
+
+def _time_rows(is_eager: bool, result: TrainResult, comparison: Comparison | None) -> list[tuple[str, str]]:
+    if is_eager:
+        return [("step time", _ms(result.step_ms))]
+    eager_ms = None if comparison is None else comparison.eager_step_ms
+    eager = "not measured: use --compare-with-eager" if comparison is None else _ms(eager_ms)
+    graphed = _ms(result.step_ms)
+    if eager_ms is not None and result.step_ms:
+        graphed += f" ({eager_ms / result.step_ms:.2f}x as fast)"
+    return [("step time, eager", eager), ("step time, graphed", graphed)]
+
+
+def _verdict(config: RunConfig, result: TrainResult, comparison: Comparison) -> str:
+    if comparison.difference is None:
+        return f"equal: all losses of {comparison.num_steps} steps and all weights after them"
+    text = f"DIFFERENT within {comparison.num_steps} steps: {comparison.difference}"
+    if result.device.type == "cuda" and not config.training.deterministic_mode:
+        text += " (some CUDA kernels differ from run to run: repeat with --deterministic-mode)"
+    return text
+
+
+def _table(title: str, rows: Sequence[tuple[str, str]]) -> Table:
+    table = Table(title=title, title_justify="left", show_header=False)
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, text in rows:
+        table.add_row(name, Text(text))
+    return table
+
+
+def _say(console: Console, text: str) -> None:
+    console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+def _before_after(before: float | None, after: float | None) -> str:
+    return "not measured" if before is None or after is None else f"{before:.4f} before, {after:.4f} after"
+
+
+def _ms(milliseconds: float | None) -> str:
+    return "too few steps to tell" if milliseconds is None else f"{milliseconds:.2f} ms"
+
+
+def _mib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**20:.1f} MiB"
