@@ -1,5 +1,7 @@
 """Tokens for training: tokenizers, text, indexed datasets, samples and batches."""
 
+from __future__ import annotations
+
 from graphstep.training.data.batches import BatchIterator
 from graphstep.training.data.build import Datasets, build_datasets
 from graphstep.training.data.datasets import BlendedDataset, Dataset, MockDataset, TokenWindows

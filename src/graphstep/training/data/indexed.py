@@ -2,14 +2,15 @@
 
 Layout of ``.idx``, little-endian, without padding: 9 bytes ``MMIDIDX\\0\\0``; uint64 version (1); uint8 code of the
 token type; uint64 number of sequences; uint64 number of document indices; int32 length of each sequence in tokens;
-int64 byte offset of each sequence in ``.bin``; int64 document indices (document ``d`` is the sequences from index ``d`` up to
-index ``d + 1``). ``.bin`` holds the tokens and nothing else.
+int64 byte offset of each sequence in ``.bin``; int64 document indices (document ``d`` is the sequences from index ``d``
+up to index ``d + 1``). ``.bin`` holds the tokens and nothing else.
 """
 
 from __future__ import annotations
 
 import os
 import struct
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from graphstep.errors import DataError, Problem
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
-DTYPE_OF_CODE: dict[int, np.dtype[Any]] = {
+DTYPE_OF_CODE: Mapping[int, np.dtype[Any]] = {
     1: np.dtype("<u1"),
     2: np.dtype("<i1"),
     3: np.dtype("<i2"),
