@@ -16,7 +16,7 @@ from pathlib import Path
 
 from graphstep.errors import DataError, Problem
 
-PIECE_BYTES = 8 << 20
+PIECE_BYTES = 1 << 20
 """Files above this size are tokenised in pieces that end at a line end."""
 
 STANDARD_LIBRARY_BYTES = 6 << 20

@@ -36,6 +36,7 @@ _HEADER = struct.Struct("<8sIIQQQQ32s")
 _CHECKSUM = struct.Struct("<I")
 HEADER_BYTES = _HEADER.size + _CHECKSUM.size
 _BATCH_CHARACTERS = 4 << 20
+_BATCH_PIECES = 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -199,7 +200,7 @@ def _tokenise(job: _Job, file: BinaryIO) -> _Counts:
     for index, path in enumerate(job.corpus.files):
         mark: int | None = None
         try:
-            pieces = read_pieces(path)
+            pieces: Iterator[str] = read_pieces(path)
             first, second = next(pieces, ""), next(pieces, "")
             if first and not second:
                 waiting.append(first)
@@ -209,8 +210,9 @@ def _tokenise(job: _Job, file: BinaryIO) -> _Counts:
                 waiting, num_waiting_characters = [], 0
             if second:
                 mark = file.tell()
-                for piece in itertools.chain((first, second), pieces):
-                    write([piece], b"")
+                pieces = itertools.chain((first, second), pieces)
+                while group := list(itertools.islice(pieces, _BATCH_PIECES)):
+                    write(group, b"")
                 file.write(eod)
             num_documents += bool(first)
         except UnreadableTextError as error:
