@@ -19,7 +19,7 @@ from graphstep.errors import DataError, Problem
 PIECE_BYTES = 1 << 20
 """Files above this size are tokenised in pieces that end at a line end."""
 
-STANDARD_LIBRARY_BYTES = 6 << 20
+STANDARD_LIBRARY_BYTES = 4 << 20
 """About how much of the standard library is taken: a few thousand small batches, tokenised in under three seconds."""
 
 _SKIPPED_FOLDERS = frozenset({"__pycache__", "node_modules"})
