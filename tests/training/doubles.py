@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from graphstep.config import CudaGraphConfig, DataConfig, ModelConfig, RunConfig, TrainingConfig
-from graphstep.training.seam import ForwardBackward
+from graphstep.strategies import ForwardBackward
 
 
 class Report:

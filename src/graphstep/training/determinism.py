@@ -29,6 +29,14 @@ def deterministic_algorithms(enabled: bool) -> Iterator[None]:
         torch.use_deterministic_algorithms(before, warn_only=warned_before)
 
 
+def seeded_random_state(seed: int, device: torch.device) -> dict[str, Tensor]:
+    """Return what :func:`random_state` would return after ``torch.manual_seed(seed)``; touches no default generator."""
+    state = {"cpu": torch.Generator().manual_seed(seed).get_state()}
+    if device.type == "cuda":
+        state["cuda"] = torch.Generator(device).manual_seed(seed).get_state()
+    return state
+
+
 def random_state(device: torch.device) -> dict[str, Tensor]:
     """Return the states of the default generators: ``cpu`` always, ``cuda`` when training there; uint8 CPU tensors."""
     state = {"cpu": torch.get_rng_state()}

@@ -18,7 +18,13 @@ from graphstep.config import CudaGraphConfig, CudaGraphImpl, RunConfig
 from graphstep.strategies import ForwardBackward, Strategy, build_strategy
 from graphstep.training.checkpoint import Checkpoint, TrainingState, save_checkpoint
 from graphstep.training.data import BatchIterator, Dataset, build_datasets
-from graphstep.training.determinism import deterministic_algorithms, random_state, restore_random_state
+from graphstep.training.determinism import (
+    deterministic_algorithms,
+    preserved_random_state,
+    random_state,
+    restore_random_state,
+    seeded_random_state,
+)
 from graphstep.training.evaluation import evaluate
 from graphstep.training.gradients import GradientBuffers
 from graphstep.training.health import require_finite
@@ -79,8 +85,8 @@ class TrainResult:
 class Trainer:
     """Owner of a run. Building it checks all input and creates nothing on disk; :meth:`train` runs.
 
-    The seed decides everything: weights and the order of data come from generators of their own, dropout from the
-    default generators, which are seeded here.
+    The seed decides everything: weights and the order of data come from generators of their own. Dropout draws from the
+    default generators, which are the run's own only while :meth:`train` runs; afterwards they are as before.
 
     Args:
         config: the whole configuration.
@@ -113,7 +119,7 @@ class Trainer:
         )
         self.batches = self._batches(self.datasets.train, shuffle=True)
         self.iteration = 0
-        torch.manual_seed(training.seed)
+        self._random = seeded_random_state(training.seed, self.device)
         if self.start_checkpoint is not None:
             self._resume(self.start_checkpoint)
         self.strategy = strategy_factory(
@@ -156,20 +162,21 @@ class Trainer:
         training = self.config.training
         first = self.iteration
         last = training.train_iters if num_steps is None else min(training.train_iters, first + num_steps)
-        with deterministic_algorithms(training.deterministic_mode), InterruptRequest() as interrupt:
+        with (
+            deterministic_algorithms(training.deterministic_mode),
+            preserved_random_state(self.device),
+            InterruptRequest() as interrupt,
+        ):
+            restore_random_state(self._random, self.device)
             self._log.write("start", self._start_values())
             before = self.validate()
             while self.iteration < last and not interrupt.is_requested:
                 self._step()
-                if self.iteration % training.log_interval == 0:
-                    self._write_interval()
-                if training.eval_interval > 0 and self.iteration % training.eval_interval == 0:
-                    self.validate()
-                if training.save_interval > 0 and self.iteration % training.save_interval == 0:
-                    self.save()
+                self._after_step()
             self._write_interval()
             after = self.validate() if not interrupt.is_requested else None
-            self.save()
+            self._save()
+            self._random = random_state(self.device)
         result = TrainResult(
             first_iteration=first,
             iteration=self.iteration,
@@ -207,11 +214,20 @@ class Trainer:
             self._log.write("validation", {"iteration": self.iteration, "loss": loss})
         return self._validation_loss[1]
 
-    def save(self) -> Path | None:
+    def _after_step(self) -> None:
+        training = self.config.training
+        if self.iteration % training.log_interval == 0:
+            self._write_interval()
+        if training.eval_interval > 0 and self.iteration % training.eval_interval == 0:
+            self.validate()
+        if training.save_interval > 0 and self.iteration % training.save_interval == 0:
+            self._save()
+
+    def _save(self) -> None:
         """Write a checkpoint if there is a folder for it and the run has moved on since the last one."""
         training = self.config.training
         if training.save is None or self.iteration == self._saved_iteration:
-            return None
+            return
         folder = save_checkpoint(
             Path(training.save),
             TrainingState(
@@ -227,7 +243,6 @@ class Trainer:
         )
         self._saved_iteration = self.iteration
         self._log.write("checkpoint", {"iteration": self.iteration, "path": str(folder)})
-        return folder
 
     def weights(self) -> dict[str, Tensor]:
         """Return the live weights, buffers, and fp32 main weights (``main.`` in front) by name."""
@@ -254,7 +269,8 @@ class Trainer:
         # Of all parts only the data may still refuse, so it goes first.
         self.batches.load_state_dict(checkpoint.data["train"])
         checkpoint.restore()
-        restore_random_state(checkpoint.random(), self.device)
+        # A checkpoint of another kind of device has no state for this one: then the seed decides.
+        self._random |= checkpoint.random()
         self.iteration = checkpoint.iteration
 
     def _step(self) -> None:
