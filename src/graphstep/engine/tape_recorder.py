@@ -51,7 +51,7 @@ class Tape:
 class TapeRecorder(TorchDispatchMode):
     """Runs operations as they come and appends each to a tape.
 
-    Recorded tensors are detached aliases made at dispatch: a later ``.data =`` on the user's tensor leaves the tape alone.
+    Recorded tensors are detached aliases made at dispatch: a later ``.data =`` of the user leaves them alone.
     """
 
     def __init__(self, table: OperationTable, undo: UndoLog) -> None:
@@ -65,7 +65,7 @@ class TapeRecorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if any(issubclass(kind, Tensor) and kind.__torch_dispatch__ is not Tensor.__torch_dispatch__ for kind in types):
+        if torch_private.unwraps_itself(types):
             return NotImplemented  # A wrapper unwraps itself; its inner operations come back here.
         if func.namespace in _IGNORED_NAMESPACES:
             return func(*args, **kwargs)

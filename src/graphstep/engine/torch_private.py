@@ -25,6 +25,18 @@ def storage_key(tensor: Tensor) -> int:
     return int(key) if key is not None else storage.data_ptr()
 
 
+def unwraps_itself(types: Any) -> bool:
+    """True if one of the types handles its own operations: its inner tensors come to a dispatch mode afterwards."""
+    return any(
+        issubclass(kind, Tensor) and kind.__torch_dispatch__ is not Tensor.__torch_dispatch__ for kind in types or ()
+    )
+
+
+def post_accumulate_hooks(parameter: Tensor) -> tuple[Any, ...]:
+    """The hooks that run after a gradient was accumulated into this parameter."""
+    return tuple((getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values())
+
+
 class WeakStorage:
     """Holds a storage's identity without its memory: as long as this lives, no other storage gets the same key."""
 

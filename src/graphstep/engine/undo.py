@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -57,36 +57,65 @@ class WriteObserver(TorchDispatchMode):
         self._log = log
         self._table = table
         self._created: dict[int, torch_private.WeakStorage] = {}
-        self.generators: list[torch.Generator] = []
-        self.leaves: list[Tensor] = []
-        self._leaf_ids: set[int] = set()
+        self._external: dict[int, Tensor] = {}
+        self._gradients: dict[int, tuple[Tensor, Tensor | None]] = {}
+        self._generator_states: dict[int, tuple[torch.Generator, Tensor]] = {}
+
+    @property
+    def generators(self) -> list[torch.Generator]:
+        """Generators that were given to operations by name, in the order of first use."""
+        return [generator for generator, _ in self._generator_states.values()]
+
+    @property
+    def leaves(self) -> list[Tensor]:
+        """Leaf tensors that want a gradient, in the order of first use."""
+        return [leaf for leaf, _ in self._gradients.values()]
+
+    @property
+    def externals(self) -> list[Tensor]:
+        """One alias over each storage that existed before and was used."""
+        return list(self._external.values())
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        traits = self._table.of(func)
-        for tensor in written_tensors(traits, args, kwargs):
+        if torch_private.unwraps_itself(types):
+            return NotImplemented
+        given = self._note([*args, *kwargs.values()])
+        for tensor in written_tensors(self._table.of(func), args, kwargs):
             if torch_private.storage_key(tensor) not in self._created:
                 self._log.save(tensor)
-        self._note(args)
-        self._note(kwargs.values())
         result = func(*args, **kwargs)
-        given = {torch_private.storage_key(t) for t in tensors_in([*args, *kwargs.values()])}
         for tensor in tensors_in(result):
             key = torch_private.storage_key(tensor)
-            if key not in given and key not in self._created:
+            if key not in given and key not in self._created and key not in self._external:
                 self._created[key] = torch_private.WeakStorage(tensor)
         return result
 
-    def _note(self, values: Iterable[Any]) -> None:
+    def restore_gradients(self) -> None:
+        """Give every leaf the ``.grad`` object that it had when it was first used."""
+        for leaf, gradient in self._gradients.values():
+            if leaf.grad is not gradient:
+                leaf.grad = gradient
+
+    def restore_generators(self) -> None:
+        """Put the named generators back to the state of their first use."""
+        for generator, state in self._generator_states.values():
+            generator.set_state(state)
+
+    def _note(self, values: Sequence[Any]) -> set[int]:
+        given = set()
         for value in values:
             if isinstance(value, torch.Generator):
-                if not any(value is known for known in self.generators):
-                    self.generators.append(value)
+                self._generator_states.setdefault(id(value), (value, value.get_state()))
                 continue
             for tensor in tensors_in(value):
-                if tensor.requires_grad and tensor.is_leaf and id(tensor) not in self._leaf_ids:
-                    self._leaf_ids.add(id(tensor))
-                    self.leaves.append(tensor)
+                key = torch_private.storage_key(tensor)
+                given.add(key)
+                if key not in self._created and key not in self._external:
+                    self._external[key] = tensor.detach()
+                if tensor.requires_grad and tensor.is_leaf and id(tensor) not in self._gradients:
+                    self._gradients[id(tensor)] = (tensor, tensor.grad)
+        return given
 
 
 def _all_bytes(tensor: Tensor) -> Tensor:

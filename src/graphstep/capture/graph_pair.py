@@ -1,0 +1,255 @@
+"""Forward and backward recordings of one region, slot and signature, replayed through autograd."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from graphstep.capture.gradients import GradientHomes, leaves_reached
+from graphstep.capture.observe import Observation
+from graphstep.capture.region import Region
+from graphstep.capture.report import RegionStats
+from graphstep.capture.session import GraphSession
+from graphstep.capture.signature import Signature
+from graphstep.capture.tree import flatten, unflatten
+from graphstep.engine import Recording, torch_private
+from graphstep.errors import CaptureError, LifecycleError
+
+
+class GraphPair:
+    """The two halves and the tensors at their seams.
+
+    NEW -> FORWARD -> READY: :meth:`capture_forward`, then :meth:`capture_backward`, in the order of the plan.
+
+    Args:
+        region: what is captured.
+        signature: of the captured call.
+        inputs: argument tensors at fixed addresses, detached, requiring grad as in the call.
+        in_place: positions of inputs that belong to the model and are read where they are.
+        session: owner of the recordings.
+        stats: the region's counts.
+    """
+
+    def __init__(
+        self,
+        region: Region,
+        signature: Signature,
+        inputs: Sequence[Tensor],
+        in_place: frozenset[int],
+        session: GraphSession,
+        stats: RegionStats,
+    ) -> None:
+        self.region = region
+        self.signature = signature
+        self.inputs = list(inputs)
+        self.in_place = in_place
+        self.outputs: list[Tensor] = []
+        self.grad_outputs: list[Tensor | None] = []
+        self.grad_inputs: list[Tensor | None] = []
+        self.homes = GradientHomes()
+        self.gradient_is_handed_on = False
+        """The gradients of the inputs are read by the next backward of the plan and by nothing else."""
+        self._session = session
+        self._stats = stats
+        self._result_structure: Any = None
+        self._differentiable: tuple[bool, ...] = ()
+        self._parameters: list[Tensor] = []
+        self._observation = Observation()
+        self._forward: Recording | None = None
+        self._backward: Recording | None = None
+        self._anchor = torch.empty(0, device=session.device, requires_grad=True)
+        self._needs_anchor = not any(tensor.requires_grad for tensor in self.inputs)
+
+    # ----- capture
+
+    def warm_up(self, num_runs: int) -> None:
+        """Run both halves eagerly on the static inputs and learn which parameters and generators they use."""
+
+        own = {id(tensor) for tensor in self.inputs}
+
+        def both_halves() -> None:
+            outputs = [output for output in flatten(self._call())[0] if output.requires_grad]
+            self._parameters = [leaf for leaf in leaves_reached(outputs) if id(leaf) not in own]
+            if outputs:
+                # Not `backward`: that would run hooks on the parameters and accumulate.
+                wanted = [*self._wanted_inputs(), *self._parameters]
+                torch.autograd.grad(outputs, wanted, [torch.zeros_like(o) for o in outputs], allow_unused=True)
+
+        self._observation = self._session.observe(both_halves, num_runs=max(1, num_runs))
+        self.homes.add(self._parameters)
+
+    def capture_forward(self) -> None:
+        """Capture the forward half. Its outputs and what autograd saved stay in the pool until the backward half."""
+        self._forward = self._session.capture(self._stats, self._call, generators=self._observation.generators)
+        self.outputs, self._result_structure = flatten(self._forward.result)
+        self._differentiable = tuple(output.requires_grad for output in self.outputs)
+
+    def capture_backward(self, grad_outputs: Sequence[Tensor | None], *, retain_graph: bool) -> None:
+        """Capture the backward half: gradients of the inputs, and of the parameters added to where they live.
+
+        Args:
+            grad_outputs: for each output, the static tensor that holds its gradient; ``None`` where it has none.
+            retain_graph: keep what the forward saved, for plans with several microbatches in flight.
+        """
+        if self._forward is None:
+            raise LifecycleError("the forward half is not captured yet", where=self.region.name)
+        self.grad_outputs = list(grad_outputs)
+        outputs = [output for output, wanted in zip(self.outputs, self._differentiable, strict=True) if wanted]
+        given = [gradient for gradient in grad_outputs if gradient is not None]
+        wanted = self._wanted_inputs()
+
+        def backward() -> list[Tensor | None]:
+            gradients = torch.autograd.grad(
+                outputs, [*wanted, *self._parameters], given, retain_graph=retain_graph, allow_unused=True
+            )
+            self._accumulate(gradients[len(wanted) :])
+            return list(gradients[: len(wanted)])
+
+        self._backward = self._session.capture(self._stats, backward, generators=self._observation.generators)
+        found = iter(self._backward.result)
+        self.grad_inputs = [next(found) if tensor.requires_grad else None for tensor in self.inputs]
+
+    def _call(self) -> Any:
+        with self.signature.ambient.entered(self._session.device.type):
+            carried: Any = unflatten(self.signature.structure, self.inputs)
+            return self.region.function(*carried)
+
+    def _wanted_inputs(self) -> list[Tensor]:
+        return [tensor for tensor in self.inputs if tensor.requires_grad]
+
+    def _accumulate(self, gradients: Sequence[Tensor | None]) -> None:
+        pairs = [(self.homes.of(p), g) for p, g in zip(self._parameters, gradients, strict=True) if g is not None]
+        # One launch for all gradients of a dtype instead of one each; the arithmetic is that of `add_`.
+        for dtypes in dict.fromkeys((home.dtype, gradient.dtype) for home, gradient in pairs):
+            group = [pair for pair in pairs if (pair[0].dtype, pair[1].dtype) == dtypes]
+            torch._foreach_add_([home for home, _ in group], [gradient for _, gradient in group])
+
+    # Seam tensors whose memory the rest of the plan may use again become views that do not own it.
+
+    def let_go_forward(self, chained: Sequence[int]) -> None:
+        """Stop owning the outputs, all that autograd saved, and the inputs that are another pair's outputs."""
+        borrow = self._session.engine.borrowed_view
+        self.outputs = [borrow(output.detach()) for output in self.outputs]
+        for position in chained:
+            needs_grad = self.inputs[position].requires_grad
+            self.inputs[position] = borrow(self.inputs[position].detach()).requires_grad_(needs_grad)
+        for recording in (self._forward, self._backward):
+            if recording is not None:
+                recording.release_result()
+
+    def let_go_grad_inputs(self) -> None:
+        """Stop owning the gradients of the inputs."""
+        self.grad_inputs = [None if g is None else self._session.engine.borrowed_view(g) for g in self.grad_inputs]
+
+    def let_go_grad_outputs(self) -> None:
+        """Stop owning the gradients of the outputs."""
+        self.grad_outputs = [None if g is None else self._session.engine.borrowed_view(g) for g in self.grad_outputs]
+
+    # ----- replay
+
+    @property
+    def is_ready(self) -> bool:
+        """True once both halves are captured."""
+        return self._forward is not None and self._backward is not None
+
+    def moved_inputs(self, tensors: Sequence[Tensor]) -> bool:
+        """True if an input that is read in place is not where it was captured."""
+        return any(tensors[position].data_ptr() != self.inputs[position].data_ptr() for position in self.in_place)
+
+    def replay(self, tensors: Sequence[Tensor], lease: Any) -> Any:
+        """Run the forward half and hook the backward half into autograd.
+
+        Args:
+            tensors: the flat arguments of a call with the captured signature.
+            lease: kept by autograd until the backward has run or the result is dropped; its ``backward_begins`` and
+                ``close`` are called.
+
+        Returns:
+            The captured function's result over the static outputs: valid until the region's backward has run, or, if
+            it is longer, until the next replay of this pair. Clone to keep.
+        """
+        anchor = (self._anchor,) if self._needs_anchor else ()
+        outputs: tuple[Tensor, ...] = _Replay.apply(self, lease, len(tensors), *tensors, *anchor)  # type: ignore[no-untyped-call]
+        self._stats.num_replays += 1
+        return unflatten(self._result_structure, outputs)
+
+    def replay_forward(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Refresh the static inputs, where they are not the same memory already, and run the forward half."""
+        if self._forward is None:
+            raise LifecycleError("the forward half is not captured yet", where=self.region.name)
+        for static, given in zip(self.inputs, tensors, strict=True):
+            if static.data_ptr() != given.data_ptr():
+                static.copy_(given)
+        self._forward.replay()
+        # Anything that autograd saved from the last replay's outputs is now stale; autograd checks versions.
+        for output in self.outputs:
+            torch.autograd.graph.increment_version(output)
+        return tuple(output.detach() for output in self.outputs)
+
+    def replay_backward(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Refresh the gradients of the outputs, run the backward half, return the gradients of the inputs."""
+        if self._backward is None:
+            raise LifecycleError("the backward half is not captured yet", where=self.region.name)
+        for static, given in zip(self.grad_outputs, gradients, strict=True):
+            if static is None:
+                continue
+            if given is None:
+                static.zero_()
+            elif static.data_ptr() != given.data_ptr() or static.stride() != given.stride():
+                static.copy_(given)
+        self.homes.settle()
+        self._backward.replay()
+        self._run_hooks()
+        return [None if gradient is None else gradient.detach() for gradient in self.grad_inputs]
+
+    def _run_hooks(self) -> None:
+        """Hooks that follow an accumulation run as they would eagerly; a ``main_grad`` is already up to date."""
+        for parameter in self._parameters:
+            if getattr(parameter, "main_grad", None) is None:
+                for hook in torch_private.post_accumulate_hooks(parameter):
+                    hook(parameter)
+
+    @property
+    def differentiable(self) -> tuple[bool, ...]:
+        """For each output, whether it has a gradient."""
+        return self._differentiable
+
+    def require_gradients(self) -> None:
+        """Refuse a region that no gradient reaches.
+
+        Raises:
+            CaptureError: no output depends on an input or parameter that wants a gradient.
+        """
+        if not any(self._differentiable):
+            raise CaptureError(
+                "no output of this region has a gradient",
+                where=self.region.name,
+                fix="capture it forward-only, or leave it out of the captured modules",
+            )
+
+
+class _Replay(torch.autograd.Function):
+    """Hooks a pair's backward half behind its outputs."""
+
+    @staticmethod
+    def forward(ctx: Any, pair: GraphPair, lease: Any, num_inputs: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.pair, ctx.lease, ctx.num_tensors = pair, lease, len(tensors)
+        # A leaf's gradient is kept by autograd as it is: it must not be the static one.
+        ctx.leaves = tuple(tensor.requires_grad and tensor.is_leaf for tensor in tensors[:num_inputs])
+        outputs = pair.replay_forward(tensors[:num_inputs])
+        ctx.mark_non_differentiable(*(o for o, d in zip(outputs, pair.differentiable, strict=True) if not d))
+        return outputs
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        ctx.lease.backward_begins()
+        given = ctx.pair.replay_backward(gradients)
+        ctx.lease.close()
+        found = [g.clone() if leaf and g is not None else g for g, leaf in zip(given, ctx.leaves, strict=True)]
+        return (None, None, None, *found, *([None] * (ctx.num_tensors - len(found))))

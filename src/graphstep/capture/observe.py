@@ -1,0 +1,79 @@
+"""One eager run under observation: what a function touches, with nothing left behind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from graphstep.engine.protocol import Engine
+from graphstep.engine.tape_ops import OperationTable
+from graphstep.engine.undo import UndoLog, WriteObserver
+
+
+@dataclass(slots=True)
+class Observation:
+    """What a function used."""
+
+    leaves: list[Tensor] = field(default_factory=list)
+    """Leaf tensors that want a gradient, in the order of first use."""
+    generators: list[torch.Generator] = field(default_factory=list)
+    """Generators given to random operations by name."""
+    externals: list[Tensor] = field(default_factory=list)
+    """One alias over each storage that existed before and was used."""
+
+
+def observe(function: Callable[[], Any], engine: Engine, *, num_runs: int = 1) -> Observation:
+    """Run ``function`` eagerly on the capture stream and undo everything it did to existing state.
+
+    Buffers, gradients (values and identity), random generators and weights are afterwards as before, bit for bit.
+    Python attributes that the function assigns are its own business.
+
+    Args:
+        function: takes nothing; its result is dropped.
+        num_runs: how often to run it; the first run is the observed one.
+    """
+    log = UndoLog()
+    watcher = WriteObserver(log, OperationTable())
+    with generators_kept(engine.device), engine.capture_stream():
+        try:
+            with watcher:
+                function()
+            for _ in range(num_runs - 1):
+                function()
+        finally:
+            watcher.restore_gradients()
+            watcher.restore_generators()
+            log.restore()
+    return Observation(watcher.leaves, watcher.generators, watcher.externals)
+
+
+@contextmanager
+def generators_kept(device: torch.device) -> Iterator[None]:
+    """Put the default generators of the host and of ``device`` back after the body."""
+    host = torch.default_generator
+    kept = [(host, host.get_state())]
+    if device.type == "cuda":
+        own = torch.cuda.default_generators[device.index]
+        kept.append((own, own.get_state()))
+    try:
+        yield
+    finally:
+        for generator, state in kept:
+            if not torch.equal(generator.get_state(), state):
+                generator.set_state(state)
+
+
+@contextmanager
+def training_flags_kept(modules: Sequence[nn.Module]) -> Iterator[None]:
+    """Put the ``training`` flags back after the body, module by module."""
+    flags = [(module, module.training) for module in modules]
+    try:
+        yield
+    finally:
+        for module, flag in flags:
+            module.training = flag

@@ -1,0 +1,23 @@
+"""A region: a named boundary of a model inside which operations are captured."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Region:
+    """A function of tensors that belongs to some modules of a model. Compared by identity."""
+
+    name: str
+    """Module path, with the segments where it is not a whole module: ``layers.3.attention``."""
+    kind: str
+    """``attn``, ``mlp``, ``layer``, ``iteration``, ..."""
+    function: Callable[..., Any]
+    """Any nesting of tensors in and out. Changes no Python state."""
+    modules: tuple[nn.Module, ...]
+    """The modules inside, descendants included: their training flags are part of the signature."""

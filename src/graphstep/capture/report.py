@@ -1,0 +1,95 @@
+"""What was captured, what was not, and what it cost."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+from rich.table import Table
+
+
+@dataclass(slots=True)
+class RegionStats:
+    """Counts of one region, kept by the session while it runs."""
+
+    name: str
+    kind: str
+    num_recordings: int = 0
+    num_operations: int = 0
+    """Operations of all its recordings: steps of a tape, nodes of a CUDA graph."""
+    capture_seconds: float = 0.0
+    pool_bytes: int = 0
+    static_bytes: int = 0
+    num_replays: int = 0
+    eager_calls: Counter[str] = field(default_factory=Counter)
+    """Calls that ran eagerly, by reason."""
+
+
+@dataclass(frozen=True, slots=True)
+class CaptureReport:
+    """A snapshot of a session's regions."""
+
+    engine: str
+    rows: tuple[RegionStats, ...]
+    pool_bytes: int
+
+    @property
+    def num_recordings(self) -> int:
+        """Recordings that exist."""
+        return sum(row.num_recordings for row in self.rows)
+
+    @property
+    def capture_seconds(self) -> float:
+        """Time spent in warmup and capture, in seconds."""
+        return sum(row.capture_seconds for row in self.rows)
+
+    def render(self) -> Table:
+        """A table for a terminal."""
+        title = f"captured: {self.num_recordings} recordings, {self.engine} engine"
+        table = Table(title=title, title_justify="left")
+        for name, justify in (
+            ("region", "left"),
+            ("kind", "left"),
+            ("recordings", "right"),
+            ("operations", "right"),
+            ("capture s", "right"),
+            ("replays", "right"),
+            ("eager calls", "left"),
+        ):
+            table.add_column(name, justify="right" if justify == "right" else "left")
+        for row in self.rows:
+            eager = ", ".join(f"{count} {reason}" for reason, count in row.eager_calls.items())
+            table.add_row(
+                row.name,
+                row.kind,
+                str(row.num_recordings),
+                str(row.num_operations),
+                f"{row.capture_seconds:.2f}",
+                str(row.num_replays),
+                eager,
+            )
+        return table
+
+    def to_json(self) -> dict[str, Any]:
+        """The same as plain data."""
+        return {
+            "engine": self.engine,
+            "num_recordings": self.num_recordings,
+            "capture_seconds": self.capture_seconds,
+            "pool_bytes": self.pool_bytes,
+            "regions": [
+                {
+                    "name": row.name,
+                    "kind": row.kind,
+                    "num_recordings": row.num_recordings,
+                    "num_operations": row.num_operations,
+                    "capture_seconds": row.capture_seconds,
+                    "pool_bytes": row.pool_bytes,
+                    "static_bytes": row.static_bytes,
+                    "num_replays": row.num_replays,
+                    "eager_calls": dict(row.eager_calls),
+                }
+                for row in self.rows
+            ],
+        }

@@ -1,0 +1,149 @@
+"""What a recording was captured for: the layout of its arguments and the modes around the call."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from graphstep.capture.tree import Node, Value, flatten, step_of, tensor_paths
+
+
+@dataclass(frozen=True, slots=True)
+class TensorLayout:
+    """Everything about a tensor argument except its values."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    requires_grad: bool
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> TensorLayout:
+        """The layout of a tensor."""
+        return cls(tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad)
+
+    def __str__(self) -> str:
+        dtype = str(self.dtype).removeprefix("torch.")
+        grad = " requires_grad" if self.requires_grad else ""
+        return f"{self.shape} {dtype} {self.device}{grad}"
+
+    def explain(self, other: TensorLayout) -> str:
+        """What differs, in words; empty if nothing."""
+        names = [name for name in self.__slots__ if getattr(self, name) != getattr(other, name)]
+        if not names:
+            return ""
+        detail = f" stride {self.stride} -> {other.stride}" if names == ["stride"] else ""
+        return f"changed {', '.join(names)}: captured {self}, got {other}{detail}"
+
+
+@dataclass(frozen=True, slots=True)
+class AmbientState:
+    """Modes that change what the same call computes."""
+
+    grad_enabled: bool
+    inference_mode: bool
+    autocast: tuple[bool, torch.dtype, bool]
+    """Enabled, dtype, weight cache."""
+    deterministic: bool
+    matmul_precision: str
+
+    @classmethod
+    def now(cls, device_type: str) -> AmbientState:
+        """The modes of this thread at this moment."""
+        return cls(
+            torch.is_grad_enabled(),
+            torch.is_inference_mode_enabled(),
+            (
+                torch.is_autocast_enabled(device_type),
+                torch.get_autocast_dtype(device_type),
+                torch.is_autocast_cache_enabled(),
+            ),
+            torch.are_deterministic_algorithms_enabled(),
+            torch.get_float32_matmul_precision(),
+        )
+
+    @contextmanager
+    def entered(self, device_type: str) -> Iterator[None]:
+        """Run the body under the grad and autocast modes of this state."""
+        enabled, dtype, cache = self.autocast
+        with (
+            torch.set_grad_enabled(self.grad_enabled),
+            torch.autocast(device_type, dtype=dtype, enabled=enabled, cache_enabled=cache),
+        ):
+            yield
+
+
+@dataclass(frozen=True, slots=True)
+class Signature:
+    """Structure and layout of the arguments, modes, and the training flags of the modules involved. Hashable."""
+
+    structure: Node | Value
+    layouts: tuple[TensorLayout, ...]
+    ambient: AmbientState
+    training: tuple[bool, ...] = ()
+
+    @classmethod
+    def of(cls, arguments: Any, *, device_type: str, modules: Sequence[nn.Module] = ()) -> Signature:
+        """The signature of a call.
+
+        Args:
+            arguments: any nesting of containers, dataclasses, tensors and values.
+            device_type: ``cuda`` or ``cpu``, for the autocast state.
+            modules: modules whose ``training`` flags matter.
+        """
+        tensors, structure = flatten(arguments)
+        return cls(
+            structure,
+            tuple(TensorLayout.of(tensor) for tensor in tensors),
+            AmbientState.now(device_type),
+            tuple(module.training for module in modules),
+        )
+
+    def differences(self, other: Signature, root: str = "arguments") -> list[str]:
+        """Every way in which ``other`` differs from this captured signature, each with its path."""
+        found = list(_structure_differences(self.structure, other.structure, root))
+        if not found:
+            paths = tensor_paths(self.structure, root)
+            for path, mine, theirs in zip(paths, self.layouts, other.layouts, strict=True):
+                text = mine.explain(theirs)
+                if text:
+                    found.append(f"{path} {text}")
+        for name in AmbientState.__slots__:
+            captured, given = getattr(self.ambient, name), getattr(other.ambient, name)
+            if captured != given:
+                found.append(f"{name} was {captured} at capture and is {given}")
+        if self.training != other.training:
+            found.append("the training flags of the modules changed (train() or eval() was called)")
+        return found
+
+
+def _structure_differences(mine: Node | Value, theirs: Node | Value, path: str) -> Iterator[str]:
+    if mine == theirs:
+        return
+    if isinstance(mine, Value) and isinstance(theirs, Value):
+        yield f"{path} changed value: captured {mine.value!r}, got {theirs.value!r}"
+    elif isinstance(mine, Node) and isinstance(theirs, Node) and mine.kind is theirs.kind and mine.kind is not None:
+        missing = [name for name in mine.names if name not in theirs.names]
+        added = [name for name in theirs.names if name not in mine.names]
+        yield from (f"{path}{step_of(mine.kind, name)} is missing" for name in missing)
+        yield from (f"{path}{step_of(mine.kind, name)} was not there at capture" for name in added)
+        other = dict(zip(theirs.names, theirs.children, strict=True))
+        for name, child in zip(mine.names, mine.children, strict=True):
+            if name in other:
+                yield from _structure_differences(child, other[name], path + step_of(mine.kind, name))
+        if not missing and not added and mine.names != theirs.names:
+            yield f"{path} has its entries in another order"
+    else:
+        yield f"{path} changed kind: captured {_kind(mine)}, got {_kind(theirs)}"
+
+
+def _kind(structure: Node | Value) -> str:
+    if isinstance(structure, Value):
+        return type(structure.value).__name__
+    return "tensor" if structure.kind is None else structure.kind.__name__

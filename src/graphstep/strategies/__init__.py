@@ -1,0 +1,10 @@
+"""Strategies decide which regions are captured, in which order, and who says so."""
+
+from __future__ import annotations
+
+from graphstep.strategies.build import build_strategy
+from graphstep.strategies.full_iteration import FullCudaGraphWrapper
+from graphstep.strategies.local import LocalGraphs
+from graphstep.strategies.protocol import ForwardBackward, Strategy
+
+__all__ = ["ForwardBackward", "FullCudaGraphWrapper", "LocalGraphs", "Strategy", "build_strategy"]

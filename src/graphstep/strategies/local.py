@@ -1,0 +1,115 @@
+"""``local``: layers, or chosen parts of them, own graphs that are captured after the first step and replayed later."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from graphstep.capture.manifest import verify
+from graphstep.capture.plan import PlanGuard, PlanObserver
+from graphstep.capture.report import CaptureReport
+from graphstep.capture.session import GraphSession
+from graphstep.capture.static_inputs import to_device
+from graphstep.config import CudaGraphModule
+from graphstep.errors import ConfigError, Problem
+from graphstep.models.segments import SegmentedModule
+from graphstep.strategies.local_capture import capture_plan
+from graphstep.strategies.local_layers import graphed_layers
+from graphstep.strategies.protocol import ForwardBackward
+
+
+class LocalGraphs:
+    """Captures a model's layers. The first training step runs eagerly and is observed; :meth:`end_step` captures.
+
+    While this object is open, the ``forward`` of each captured layer is replaced on the instance; :meth:`close` puts it
+    back. Evaluation (grad mode off, or a module in eval mode) runs eagerly and is counted as such: a graph captured in
+    training is never used for it. So does a call whose signature differs from the captured one.
+
+    Args:
+        forward_backward_func: runs the step; called with batches on the session's device.
+        model: contains at least one :class:`SegmentedModule` with a segment that is to be captured.
+        session: owner of the graphs.
+        modules: what to capture; empty for whole layers. Adjacent captured segments share one graph pair.
+        warmup_steps: eager runs of each region just before its capture. They leave no trace.
+
+    Raises:
+        ConfigError: nothing in the model can be captured.
+    """
+
+    def __init__(
+        self,
+        forward_backward_func: ForwardBackward,
+        *,
+        model: nn.Module,
+        session: GraphSession,
+        modules: Sequence[CudaGraphModule] = (),
+        warmup_steps: int = 3,
+    ) -> None:
+        self._function = forward_backward_func
+        self._model = model
+        self._session = session
+        self._warmup_steps = warmup_steps
+        self._layers = graphed_layers(model, session, frozenset(modules))
+        if not self._layers:
+            raise ConfigError(_nothing_to_capture(model, modules))
+        self._watched = session.watch([("", model)])
+        self._observer: PlanObserver | None = PlanObserver()
+        for layer in self._layers:
+            layer.start_observing(self._observer)
+            layer.install()
+
+    def forward_backward(
+        self, *, data_iterator: Iterator[Any], num_microbatches: int, forward_only: bool = False
+    ) -> Tensor:
+        """Run the step: eager code with replays in it. Returns losses [num_microbatches].
+
+        Raises:
+            StaleAddressError: a parameter or buffer has moved since the capture.
+        """
+        if self._observer is None:
+            verify(self._watched, "local, before the step")
+        batches = (to_device(next(data_iterator), self._session.device) for _ in range(num_microbatches))
+        return self._function(
+            data_iterator=batches, model=self._model, num_microbatches=num_microbatches, forward_only=forward_only
+        )
+
+    def end_step(self) -> None:
+        """After the first step with a backward pass: capture what was observed.
+
+        Raises:
+            CaptureError: names the region that cannot be captured. Layers run eagerly as before.
+        """
+        if self._observer is None or not self._observer.plan.trained():
+            return
+        plan, self._observer = self._observer.plan, None
+        for layer in self._layers:
+            layer.stop_observing()
+        pairs = capture_plan(plan, self._session, num_warmup_runs=self._warmup_steps)
+        guard = PlanGuard(plan)
+        for layer in self._layers:
+            layer.use(pairs, guard)
+
+    def report(self) -> CaptureReport:
+        """What has been captured so far."""
+        return self._session.report()
+
+    def close(self) -> None:
+        """Put the layers' own ``forward`` back and free the graphs."""
+        for layer in self._layers:
+            layer.remove()
+        self._session.close()
+
+
+def _nothing_to_capture(model: nn.Module, modules: Sequence[CudaGraphModule]) -> Problem:
+    layers = [module for module in model.modules() if isinstance(module, SegmentedModule)]
+    kinds = sorted({segment.kind for layer in layers for segment in layer.segments() if segment.kind})
+    wanted = ", ".join(module.value for module in modules) or "whole layers"
+    return Problem(
+        code="nothing-to-capture",
+        what=f"local graphs of {wanted} were asked for, but {type(model).__name__} has {len(layers)} layers "
+        f"with the parts: {', '.join(kinds) or 'none'}",
+        where="--cuda-graph-modules",
+        fix=f"name some of: {', '.join(kinds)}" if kinds else "use --cuda-graph-impl full_iteration or none",
+    )
