@@ -10,6 +10,7 @@ from typing import Any
 
 from graphstep.cli.problems import print_notices
 from graphstep.config import RunConfig, from_argv
+from graphstep.config.options import Option
 
 JSON_FLAG = "--json"
 
@@ -61,17 +62,19 @@ def _print_table(config: RunConfig) -> None:
             table.add_section()
             table.add_row(Text(group, style="bold"))
         style = "dim" if origin == "default" else ""
-        row = ("  " + option.spellings[0], _shown(value, is_off_only=not option.flags), origin)
+        row = ("  " + option.spellings[0], _shown(option, value), origin)
         table.add_row(*(Text(cell, style=style) for cell in row))
     console = Console()
     console.print(table)
     console.print(Text("graphstep train " + printable(shlex.join(config.to_argv()))), soft_wrap=True)
 
 
-def _shown(value: object, *, is_off_only: bool) -> str:
+def _shown(option: Option, value: object) -> str:
     if isinstance(value, bool):
-        return "yes" if value is not is_off_only else "no"
-    if value is None or value == ():
+        return "yes" if value is bool(option.flags) else "no"
+    if value == option.default and not value and option.default_text:
+        return option.default_text
+    if value is None:
         return "-"
     return printable(" ".join(str(word) for word in value) if isinstance(value, tuple) else str(value))
 

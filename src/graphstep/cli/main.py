@@ -14,7 +14,7 @@ from graphstep.config.suggest import suggestion
 from graphstep.errors import GraphstepError, Problem, UserInputError
 from graphstep.version import __version__
 
-EXIT_OK, EXIT_FAILED, EXIT_BAD_INPUT, EXIT_INTERRUPTED, EXIT_CLOSED_PIPE = 0, 1, 2, 130, 141
+EXIT_OK, EXIT_FAILED, EXIT_BAD_INPUT, EXIT_INTERRUPTED = 0, 1, 2, 130
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,8 +36,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: words, without the name of the program; those of this process if None.
 
     Returns:
-        Exit code: that of the command; 1 when it failed, 2 for bad input, 130 after Ctrl-C, 141 when nobody reads the
-        output any more.
+        Exit code: that of the command; 1 when it failed or nobody reads its output any more, 2 for bad input, 130 after
+        Ctrl-C.
     """
     try:
         return _dispatch(list(sys.argv[1:] if argv is None else argv))
@@ -53,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         # The interpreter flushes standard output once more when it ends.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return EXIT_CLOSED_PIPE
+        return EXIT_FAILED
 
 
 def _dispatch(words: Sequence[str]) -> int:

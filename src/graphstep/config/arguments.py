@@ -49,6 +49,7 @@ def from_argv(argv: Sequence[str], env: Mapping[str, str] | None = None, *, for_
         origins["num_query_groups"] = "derived"
     if values["lr_warmup_fraction"] is not None:
         origins["lr_warmup_iters"] = "derived"
+    origins.setdefault("inference_cuda_graph_scope", "derived")
     return RunConfig(
         **{
             name: section(**{o.target: values[o.dest] for o in OPTIONS if o.section == name})

@@ -36,7 +36,7 @@ def help_text(program: str, description: str, options: Sequence[Option] = OPTION
             groups[option.group].add_argument(
                 *option.spellings,
                 nargs=nargs,
-                choices=option.choices or None,
+                choices=None if option.metavar else option.choices or None,
                 metavar=option.metavar or None,
                 help=lines,
             )

@@ -150,5 +150,5 @@ def _refuse_words(words: Sequence[str], place: str, spelling: str, reading: Read
 
 
 def _placeholder(option: Option) -> str:
-    word = "|".join(option.choices) if option.choices else option.metavar or option.dest.upper()
+    word = option.metavar or "|".join(option.choices) or option.dest.upper()
     return f"{word} ..." if option.nargs == "+" else word

@@ -106,7 +106,8 @@ def settle(section: Section, names: Mapping[str, str] | None = None) -> None:
         try:
             object.__setattr__(section, field.name, convert(value))
         except (TypeError, ValueError) as error:
-            problems.append(Problem(f"{name.replace('_', '-')}-type", f"{name}: {error}", flag_of(name)))
+            code, fix = f"{name.replace('_', '-')}-type", f"give {name} such a value"
+            problems.append(Problem(code, f"{name}: {error}", flag_of(name), fix))
             wrong.add(name)
     derived = derived_options(section.options(), wrong)
     for name, value in derived.items():
@@ -129,7 +130,12 @@ def to_member(kind: type[E], value: object, name: str) -> E:
         words = [str(member.value) for member in kind]
         what = f"{name}: expected one of {', '.join(words)}, got {value!r}"
         raise ConfigError(
-            Problem(f"{name.replace('_', '-')}-choice", what, flag_of(name), suggestion(str(value), words))
+            Problem(
+                f"{name.replace('_', '-')}-choice",
+                what,
+                flag_of(name),
+                suggestion(str(value), words, "use one of these"),
+            )
         ) from error
 
 
@@ -141,7 +147,7 @@ def as_words(value: object) -> tuple[str, ...]:
     """
     words = (value,) if isinstance(value, str) else value
     if not isinstance(words, Collection) or not all(isinstance(word, str) for word in words):
-        raise ConfigError(Problem("words-type", f"expected a list of words, got {value!r}"))
+        raise ConfigError(Problem("words-type", f"expected a list of words, got {value!r}", fix="give a tuple of str"))
     return tuple(words)
 
 

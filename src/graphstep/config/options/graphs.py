@@ -23,11 +23,13 @@ GRAPH_OPTIONS: tuple[Option, ...] = (
     ),
     _graphs.option(
         "--cuda-graph-modules",
-        "parts of a layer to capture (local, transformer_engine), separated by spaces or commas",
+        "parts of a layer to capture (local, transformer_engine), separated by spaces or commas: "
+        + ", ".join(CudaGraphModule),
         nargs="+",
         type=CudaGraphModule,
         choices=tuple(CudaGraphModule),
         splits_commas=True,
+        metavar="MODULE",
         default_text="whole layers",
     ),
     _graphs.option(

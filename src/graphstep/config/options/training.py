@@ -51,7 +51,7 @@ TRAINING_OPTIONS: tuple[Option, ...] = (
         "the same as a share of --lr-decay-iters",
         type=number,
         metavar="SHARE",
-        default_text="--lr-warmup-iters counts",
+        default_text="not used",
     ),
     _rate.option("--lr-warmup-init", "learning rate at the start of warmup", type=number, metavar="X"),
     _rate.option("--lr-wsd-decay-style", "shape of the last part of WSD", choices=WSD_DECAY_STYLES),

@@ -49,7 +49,7 @@ def is_fact(name: str) -> bool:
 
 def flag_of(name: str) -> str:
     """Return the option that sets an attribute: ``hidden_size`` -> ``--hidden-size``."""
-    return "--" + name.replace("_", "-")
+    return "--disable-bias-linear" if name == "add_bias_linear" else "--" + name.replace("_", "-")
 
 
 def in_range(name: str, test: Callable[[Any], bool], expected: str, fix: str) -> Rule:

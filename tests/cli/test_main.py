@@ -1,0 +1,192 @@
+"""The command ``graphstep``: dispatch, messages, exit codes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import types
+from collections.abc import Callable, Sequence
+
+import pytest
+
+from graphstep.cli import main as cli
+from graphstep.config import from_argv
+from graphstep.errors import CaptureError, DataError, Problem
+from graphstep.version import __version__
+
+PROGRAM = [sys.executable, "-m", "graphstep"]
+TrainPart = Callable[[Callable[[Sequence[str]], int]], None]
+
+
+@pytest.fixture
+def train_part(monkeypatch: pytest.MonkeyPatch) -> TrainPart:
+    """Put a function in the place of ``graphstep.cli.train.run``."""
+
+    def install(run: Callable[[Sequence[str]], int]) -> None:
+        module = types.ModuleType("graphstep.cli.train")
+        module.run = run  # type: ignore[attr-defined]
+        monkeypatch.setitem(sys.modules, "graphstep.cli.train", module)
+
+    return install
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["--version"]) == 0
+    assert capsys.readouterr().out == f"graphstep {__version__}\n"
+
+
+@pytest.mark.parametrize("word", ["--help", "-h", "help"])
+def test_help_lists_the_commands(word: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([word]) == 0
+    out = capsys.readouterr().out
+    assert all(name in out and command.summary in out for name, command in cli.COMMANDS.items())
+
+
+def test_no_command_shows_the_help_and_fails(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert "usage: graphstep COMMAND" in captured.err
+
+
+@pytest.mark.parametrize("name", cli.COMMANDS)
+def test_help_of_a_command(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([name, "--num-layers", "x", "--help"]) == 0
+    captured = capsys.readouterr()
+    assert captured.out.startswith(f"usage: graphstep {name} [options]")
+    assert "--cuda-graph-impl" in captured.out
+    assert captured.err == ""
+
+
+def test_an_unknown_command_gets_a_suggestion(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["trian"]) == 2
+    assert capsys.readouterr().err == (
+        "graphstep: 1 problem\n"
+        "- there is no command trian [unknown-command]\n"
+        "  where: graphstep trian\n"
+        "  fix:   did you mean train?\n"
+    )
+    assert cli.main(["--frobnicate"]) == 2
+    assert "graphstep --help" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", cli.COMMANDS)
+def test_bad_options_are_all_printed_once_and_exit_with_2(
+    name: str, capsys: pytest.CaptureFixture[str], train_part: TrainPart
+) -> None:
+    train_part(lambda argv: pytest.fail("train must not start"))
+    assert cli.main([name, "--num-layer", "3", "--cuda-graph-impl", "full_iteration"]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("graphstep: 2 problems\n")
+    assert captured.err.count("did you mean --num-layers?") == 1
+    assert captured.err.count("  fix:   add --no-check-for-nan-in-loss-and-grad\n") == 1
+
+
+def test_train_refuses_what_is_not_available_yet(capsys: pytest.CaptureFixture[str], train_part: TrainPart) -> None:
+    train_part(lambda argv: pytest.fail("train must not start"))
+    argv = ["--cuda-graph-impl", "transformer_engine", "--optimizer-cuda-graph"]
+    assert cli.main(["train", *argv]) == 2
+    assert capsys.readouterr().err.count("is not available yet in graphstep train") == 2
+    assert cli.main(["config", *argv]) == 0
+
+
+def test_train_gets_its_words_and_gives_the_exit_code(
+    capsys: pytest.CaptureFixture[str], train_part: TrainPart
+) -> None:
+    seen: list[Sequence[str]] = []
+
+    def run(argv: Sequence[str]) -> int:
+        seen.append(argv)
+        return 3
+
+    train_part(run)
+    assert cli.main(["train", "--save-interval", "3"]) == 3
+    assert list(seen[0]) == ["--save-interval", "3"]
+    captured = capsys.readouterr()
+    assert captured.err.startswith("note: --save-interval has no effect")
+    assert captured.out == ""
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "message"),
+    [
+        (DataError(Problem("data-missing", "no such file", "--data-path x", "name a file")), 2, "graphstep: 1 problem"),
+        (CaptureError("item() reads a value", where="model.py:3", fix="keep it on the device"), 1, "graphstep: failed"),
+        (KeyboardInterrupt(), 130, "graphstep: interrupted"),
+    ],
+)
+def test_errors_of_a_command(
+    error: BaseException, code: int, message: str, capsys: pytest.CaptureFixture[str], train_part: TrainPart
+) -> None:
+    def run(argv: Sequence[str]) -> int:
+        raise error
+
+    train_part(run)
+    assert cli.main(["train"]) == code
+    err = capsys.readouterr().err
+    assert err.startswith(message)
+    assert "Traceback" not in err
+    if not isinstance(error, KeyboardInterrupt):
+        assert "  where: " in err
+        assert "  fix:   " in err
+
+
+def test_other_errors_are_ours_and_stay_visible(train_part: TrainPart) -> None:
+    def run(argv: Sequence[str]) -> int:
+        raise ZeroDivisionError
+
+    train_part(run)
+    with pytest.raises(ZeroDivisionError):
+        cli.main(["train"])
+
+
+def test_config_prints_values_and_where_they_come_from(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "120")
+    argv = ["--num-layers", "3", "--disable-bias-linear", "--cuda-graph-impl", "local", "--rotary-base", "7"]
+    assert cli.main(["config", *argv]) == 0
+    captured = capsys.readouterr()
+    rows = {line.split()[0]: line.split()[1:] for line in captured.out.splitlines() if line.strip().startswith("--")}
+    assert rows["--num-layers"] == ["3", "option"]
+    assert rows["--hidden-size"] == ["128", "default"]
+    assert rows["--kv-channels"] == ["32", "derived"]
+    assert rows["--disable-bias-linear"] == ["yes", "option"]
+    assert rows["--swiglu"] == ["no", "default"]
+    assert rows["--check-for-nan-in-loss-and-grad"] == ["yes", "default"]
+    assert rows["--inference-cuda-graph-scope"] == ["layer", "derived"]
+    assert captured.out.splitlines()[-1].startswith("graphstep train --num-layers 3")
+    assert captured.err.startswith("note: --rotary-base")
+
+
+def test_config_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["--save-interval", "3", "--num-layers", "3"]
+    assert cli.main(["config", *argv, "--json"]) == 0
+    content = json.loads(capsys.readouterr().out)
+    assert content["model"]["num_layers"] == 3
+    assert content["origins"]["num_layers"] == "option"
+    assert content["origins"]["lr"] == "default"
+    assert [notice["code"] for notice in content["notices"]] == ["save-interval-without-save"]
+    assert from_argv(content["argv"]) == from_argv(argv)
+
+
+def test_config_prints_file_names_that_are_no_text(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["config", "--save", "a\udcffb"]) == 0
+    assert "a\\udcffb" in capsys.readouterr().out
+
+
+def test_python_m() -> None:
+    done = subprocess.run([*PROGRAM, "--version"], check=True, capture_output=True, text=True, timeout=60)
+    assert done.stdout.startswith("graphstep ")
+
+
+@pytest.mark.parametrize("words", [["config"], ["config", "--json"], ["train", "--help"]])
+def test_a_closed_pipe_is_no_traceback(words: list[str]) -> None:
+    with subprocess.Popen([*PROGRAM, *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.close()
+        assert process.stderr.read() == ""
+    assert process.returncode == 1

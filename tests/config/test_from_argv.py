@@ -1,0 +1,188 @@
+"""Command lines: how words are read, what is refused, what comes out."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from graphstep.config import CudaGraphImpl, CudaGraphModule, RunConfig, from_argv
+from graphstep.errors import ConfigError, Problem
+
+
+def problems(*argv: str) -> tuple[Problem, ...]:
+    with pytest.raises(ConfigError) as caught:
+        from_argv(argv)
+    return caught.value.problems
+
+
+def parse(line: str) -> RunConfig:
+    return from_argv(line.split())
+
+
+def test_values_arrive() -> None:
+    config = parse(
+        "--num-layers 12 --hidden-size=768 --num-attention-heads 12 --group-query-attention --num-query-groups 4 "
+        "--swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear --lr 6e-4 --bf16 "
+        "--data-path a.txt b --save out --no-append-eod --cuda-graph-impl local --cuda-graph-modules attn mlp "
+        "--cuda-graph-warmup-steps 5 --cuda-graph-retain-backward-graph"
+    )
+    assert (config.model.num_layers, config.model.hidden_size, config.model.num_query_groups) == (12, 768, 4)
+    assert (config.model.swiglu, config.model.normalization, config.model.add_bias_linear) == (True, "RMSNorm", False)
+    assert (config.training.lr, config.training.bf16, config.training.save) == (6e-4, True, "out")
+    assert (config.data.data_path, config.data.append_eod) == (("a.txt", "b"), False)
+    assert config.graphs.impl is CudaGraphImpl.local
+    assert config.graphs.modules == (CudaGraphModule.attn, CudaGraphModule.mlp)
+    assert (config.graphs.warmup_steps, config.graphs.retain_backward_graph) == (5, True)
+
+
+@pytest.mark.parametrize(
+    "words", [["attn,mlp"], ["attn,", "mlp"], ["attn", "mlp"], ["attn, mlp"], ["attn", "mlp,attn"]]
+)
+def test_modules_may_be_joined_by_commas(words: list[str]) -> None:
+    config = from_argv(["--cuda-graph-impl", "local", "--cuda-graph-modules", *words])
+    assert config.graphs.modules == ("attn", "mlp")
+
+
+def test_negative_numbers_are_values() -> None:
+    for word in ("-1", "-1e-4", "-.5"):
+        assert [problem.code for problem in problems("--lr", word)] == ["lr-range"]
+    assert [problem.code for problem in problems("--lr", "-inf")] == ["malformed-value"]
+
+
+def test_a_dash_and_odd_words_are_values() -> None:
+    assert from_argv(["--save", "-"]).training.save == "-"
+    assert from_argv(["--save=--odd name"]).training.save == "--odd name"
+    assert from_argv(["--save=a=b"]).training.save == "a=b"
+
+
+def test_the_last_one_counts_and_is_noticed() -> None:
+    config = parse("--num-layers 2 --num-layers 3 --check-for-nan-in-loss-and-grad --bf16 --bf16")
+    assert config.model.num_layers == 3
+    assert [(notice.code, notice.where) for notice in config.notices] == [("given-twice", "--num-layers")]
+    config = from_argv(["--no-check-for-nan-in-loss-and-grad", "--check-for-nan-in-loss-and-grad"])
+    assert config.training.check_for_nan_in_loss_and_grad
+    assert [notice.code for notice in config.notices] == ["given-twice"]
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        ("--num-layer", "--num-layers"),
+        ("--num_layers", "--num-layers"),
+        ("--cuda-graph-imp", "--cuda-graph-impl"),
+        ("--no-check-for-nan", "--no-check-for-nan-in-loss-and-grad"),
+        ("--Swiglu", "--swiglu"),
+    ],
+)
+def test_typos_get_a_suggestion_and_nothing_is_abbreviated(typed: str, meant: str) -> None:
+    (problem,) = problems(typed)
+    assert (problem.code, problem.where, problem.fix) == ("unknown-option", typed, f"did you mean {meant}?")
+
+
+def test_every_unknown_option_is_one_problem() -> None:
+    found = problems("--xyzzy", "1", "2", "-q", "--plugh=3", "--")
+    assert [(problem.code, problem.where) for problem in found] == [
+        ("unknown-option", "--xyzzy"),
+        ("unknown-option", "-q"),
+        ("unknown-option", "--plugh"),
+        ("unknown-option", "--"),
+    ]
+    assert "--help" in found[0].fix
+
+
+@pytest.mark.parametrize(
+    ("argv", "code", "what"),
+    [
+        (["--num-layers"], "missing-value", "--num-layers needs a value"),
+        (["--num-layers", "--bf16"], "missing-value", "--num-layers needs a value"),
+        (["--cuda-graph-modules"], "missing-value", "--cuda-graph-modules needs a value"),
+        (["--cuda-graph-modules", ","], "missing-value", "--cuda-graph-modules needs a value"),
+        (["--num-layers="], "malformed-value", "--num-layers: expected a whole number, got ''"),
+        (["--num-layers", "1.5"], "malformed-value", "--num-layers: expected a whole number, got '1.5'"),
+        (["--num-layers", "9" * 30], "malformed-value", "whole number of at most"),
+        (["--num-layers", "9" * 5000], "malformed-value", "--num-layers: expected a whole number"),
+        (["--lr", "fast"], "malformed-value", "--lr: expected a finite number, got 'fast'"),
+        (["--lr", "nan"], "malformed-value", "--lr: expected a finite number, got 'nan'"),
+        (["--kv-channels", "0"], "malformed-value", "--kv-channels: expected a whole number above 0, got '0'"),
+        (["--global-batch-size", "0"], "malformed-value", "a whole number above 0"),
+        (["--save", ""], "malformed-value", "a name that is not empty"),
+        (["--save", "a\0b"], "malformed-value", "a name that is not empty"),
+        (["--cuda-graph-impl", ""], "unknown-choice", "expected one of none, local"),
+        (["--cuda-graph-impl", "te"], "unknown-choice", "expected one of none, local"),
+        (["--cuda-graph-impl", "Local"], "unknown-choice", "expected one of none, local"),
+        (["--bf16", "true"], "unexpected-value", "unexpected 'true' after --bf16, which takes no value"),
+        (["--bf16=1"], "unexpected-value", "unexpected '1' after --bf16, which takes no value"),
+        (["--num-layers", "2", "3"], "unexpected-value", "unexpected '3' after --num-layers 2"),
+        (["--data-path=a", "b"], "unexpected-value", "unexpected 'b' after --data-path a"),
+        (["train"], "unexpected-value", "unexpected 'train' before the first option"),
+    ],
+)
+def test_words_that_cannot_be_read(argv: list[str], code: str, what: str) -> None:
+    (problem,) = problems(*argv)
+    assert problem.code == code
+    assert what in problem.what
+    assert problem.fix
+
+
+def test_choices_get_a_suggestion() -> None:
+    (problem,) = problems("--cuda-graph-impl", "full-iteration")
+    assert problem.fix == "did you mean full_iteration?"
+
+
+def test_every_wrong_word_of_a_list_is_reported() -> None:
+    found = problems("--cuda-graph-impl", "local", "--cuda-graph-modules", "atn", "mlp", "moe-router")
+    assert [problem.fix for problem in found] == ["did you mean attn?", "did you mean moe_router?"]
+
+
+def test_query_groups_count_only_with_the_switch() -> None:
+    assert from_argv(["--num-query-groups", "2"]).model.num_query_groups == 4
+    assert from_argv(["--num-query-groups", "2", "--group-query-attention"]).model.num_query_groups == 2
+
+
+def test_warmup_fraction_is_a_share_of_the_decay() -> None:
+    assert parse("--lr-warmup-fraction 0.1 --train-iters 50").training.lr_warmup_iters == 5
+    config = parse("--lr-warmup-fraction 0.1 --train-iters 50 --lr-decay-iters 30")
+    assert config.training.lr_warmup_iters == 3
+
+
+def test_the_vocabulary_is_padded() -> None:
+    assert from_argv(["--vocab-size", "300"]).model.vocab_size == 384
+    assert parse("--vocab-size 300 --make-vocab-size-divisible-by 7").model.vocab_size == 301
+    assert from_argv([]).model.vocab_size == 0
+
+
+def test_origins() -> None:
+    config = parse("--num-layers 3 --lr-warmup-fraction 0.1 --num-query-groups 2")
+    origins = {option.dest: origin for option, _, origin in config.entries()}
+    assert origins["num_layers"] == "option"
+    assert origins["hidden_size"] == "default"
+    assert origins["kv_channels"] == origins["lr_warmup_iters"] == origins["num_query_groups"] == "derived"
+
+
+def test_the_printed_form_holds_what_is_not_default() -> None:
+    assert RunConfig().to_argv() == []
+    line = "--num-layers 3 --disable-bias-linear --lr 0.01 --data-path a b --no-cuda-graph-use-single-mempool"
+    assert " ".join(parse(line).to_argv()) == line
+
+
+def test_the_printed_form_of_names_that_look_like_options() -> None:
+    config = from_argv(["--save=--out", "--data-path=-x"])
+    assert config.to_argv() == ["--save=--out", "--data-path=-x"]
+    assert from_argv(config.to_argv()) == config
+
+
+def test_json_is_plain() -> None:
+    config = parse("--cuda-graph-impl local --cuda-graph-modules attn --data-path a")
+    content = config.to_json()
+    assert json.loads(json.dumps(content)) == content
+    assert list(content) == ["model", "training", "data", "graphs"]
+    assert content["graphs"]["modules"] == ["attn"]
+    assert content["graphs"]["impl"] == "local"
+    assert content["data"]["data_path"] == ["a"]
+
+
+def test_the_caller_s_words_are_left_alone() -> None:
+    argv = ["--num-layers", "3"]
+    from_argv(argv, {"HOME": "x"})
+    assert argv == ["--num-layers", "3"]
