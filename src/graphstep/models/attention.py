@@ -90,8 +90,8 @@ def causal_attention(q_BSND: Tensor, k_BSGD: Tensor, v_BSGD: Tensor, *, dropout:
     Returns:
         [B, S, N, D]. The fused kernels return it in this memory order, so merging the heads is a view.
 
-    Cost: one kernel where PyTorch has a fused one. On CUDA only the flash kernel knows groups, and it takes 16-bit
-    types; for others the keys and values are repeated (two copies) to keep the memory-efficient kernel.
+    Cost: one fused operator, except with dropout on the CPU. On CUDA the fused kernels that know groups take 16-bit
+    types only; for others the keys and values are repeated (two copies), because the unfused path costs 17 kernels.
     Source: Vaswani et al. 2017, equation 1, scale 1/sqrt(D).
     """
     q_BNSD, k_BGSD, v_BGSD = q_BSND.transpose(1, 2), k_BSGD.transpose(1, 2), v_BSGD.transpose(1, 2)

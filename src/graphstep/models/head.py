@@ -57,5 +57,7 @@ def token_cross_entropy(logits_BSV: Tensor, labels_BS: Tensor) -> Tensor:
 
     Returns:
         Float32 scalar, in nats per token.
+
+    Cost on CUDA, from 16-bit logits: three kernels forward, four backward; keeps one float32 copy of the logits' size.
     """
     return functional.cross_entropy(logits_BSV.flatten(0, 1).float(), labels_BS.flatten())
