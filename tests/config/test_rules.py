@@ -61,8 +61,12 @@ NOTICES = {
 TRAINING_PROBLEMS = {
     "not-available-transformer-engine": "--cuda-graph-impl transformer_engine",
     "not-available-optimizer-graph": "--optimizer-cuda-graph",
+    "not-available-retain": f"{LOCAL} --cuda-graph-retain-backward-graph",
 }
-TRAINING_NOTICES = {"inference-scope-without-effect": f"{LOCAL} --inference-cuda-graph-scope block"}
+TRAINING_NOTICES = {
+    "inference-scope-without-effect": f"{LOCAL} --inference-cuda-graph-scope block",
+    "pool-always-single": f"{FULL} --no-cuda-graph-use-single-mempool",
+}
 
 # option -> values that are wrong by themselves
 WRONG_VALUES = {

@@ -132,6 +132,23 @@ GRAPH_RULES: tuple[Rule, ...] = (
         for_training=True,
     ),
     Rule(
+        code="not-available-retain",
+        fields=("cuda_graph_impl", "cuda_graph_retain_backward_graph"),
+        broken=lambda o: o.cuda_graph_retain_backward_graph and _by_module(o),
+        what="--cuda-graph-retain-backward-graph is not available yet in graphstep train",
+        fix="leave it out",
+        for_training=True,
+    ),
+    Rule(
+        code="pool-always-single",
+        fields=("cuda_graph_impl", "cuda_graph_use_single_mempool"),
+        broken=lambda o: not o.cuda_graph_use_single_mempool and o.cuda_graph_impl == "full_iteration",
+        what="--no-cuda-graph-use-single-mempool has no effect yet in graphstep train: all graphs share one pool",
+        fix="leave it out",
+        is_notice=True,
+        for_training=True,
+    ),
+    Rule(
         code="inference-scope-without-effect",
         fields=("inference_cuda_graph_scope", "given_inference_cuda_graph_scope"),
         broken=lambda o: o.given_inference_cuda_graph_scope and o.inference_cuda_graph_scope != "none",
