@@ -110,5 +110,5 @@ def verify(entries: Sequence[Entry], where: str) -> None:
     raise StaleAddressError(
         "; ".join(moved),
         where=where,
-        fix="write new values into the captured tensors (load_state_dict, copy_), or close the session and capture again",
+        fix="write new values into the captured tensors (load_state_dict, copy_), or capture again in a new session",
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from graphstep.engine.protocol import Engine
 from graphstep.engine.tape_ops import OperationTable
 from graphstep.engine.undo import UndoLog, WriteObserver
+
+T = TypeVar("T")
 
 
 @dataclass(slots=True)
@@ -25,6 +27,14 @@ class Observation:
     """Generators given to random operations by name."""
     externals: list[Tensor] = field(default_factory=list)
     """One alias over each storage that existed before and was used."""
+
+
+def watch_run(function: Callable[[], T]) -> tuple[T, Observation]:
+    """Run ``function`` for real, on the current stream, and tell what it touched."""
+    watcher = WriteObserver(None, OperationTable())
+    with watcher:
+        result = function()
+    return result, Observation(watcher.leaves, watcher.generators, watcher.externals)
 
 
 def observe(function: Callable[[], Any], engine: Engine, *, num_runs: int = 1) -> Observation:

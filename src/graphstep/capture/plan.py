@@ -139,7 +139,7 @@ class PlanGuard:
             raise PlanError(
                 f"{event} came after an event that follows it in the captured order",
                 where=event.region.name,
-                fix="run forwards and backwards in the order of the first step, or capture with several microbatches in flight",
+                fix="run forwards and backwards in the order of the first step",
             )
         self._last = position
 

@@ -7,16 +7,18 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
 from graphstep.capture.manifest import Entry, Manifest
-from graphstep.capture.observe import Observation, observe
+from graphstep.capture.observe import Observation, observe, watch_run
 from graphstep.capture.report import CaptureReport, RegionStats
 from graphstep.engine import Engine, Recording, engine_for
 from graphstep.errors import LifecycleError
+
+T = TypeVar("T")
 
 
 class GraphSession:
@@ -60,6 +62,13 @@ class GraphSession:
         """Note the addresses of the modules' parameters and buffers; returns their entries for :func:`verify`."""
         self._require_open()
         return self.manifest.add_modules(modules)
+
+    def watch_run(self, function: Callable[[], T]) -> tuple[T, Observation]:
+        """Run ``function`` for real, tell what it touched, and keep alive what it reads."""
+        self._require_open()
+        result, observation = watch_run(function)
+        self.manifest.keep_alive(observation.externals)
+        return result, observation
 
     def observe(self, function: Callable[[], Any], *, num_runs: int = 1) -> Observation:
         """Run ``function`` eagerly, undo what it did, and keep alive what it reads. See :func:`observe`."""

@@ -55,7 +55,7 @@ class TapeRecorder(TorchDispatchMode):
     """
 
     def __init__(self, table: OperationTable, undo: UndoLog) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.tape = Tape()
         self._table = table
         self._undo = undo

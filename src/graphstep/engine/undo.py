@@ -50,10 +50,14 @@ class WriteObserver(TorchDispatchMode):
     """Feeds an :class:`UndoLog` while a function runs, and notes what the function touches.
 
     Kernels launched past the dispatcher are not seen; tensors known to be written by such are saved by the caller.
+
+    Args:
+        log: keeps what is overwritten; ``None`` where nothing is to be undone.
+        table: facts about operations.
     """
 
-    def __init__(self, log: UndoLog, table: OperationTable) -> None:
-        super().__init__()
+    def __init__(self, log: UndoLog | None, table: OperationTable) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
         self._log = log
         self._table = table
         self._created: dict[int, torch_private.WeakStorage] = {}
@@ -81,9 +85,11 @@ class WriteObserver(TorchDispatchMode):
         if torch_private.unwraps_itself(types):
             return NotImplemented
         given = self._note([*args, *kwargs.values()])
-        for tensor in written_tensors(self._table.of(func), args, kwargs):
-            if torch_private.storage_key(tensor) not in self._created:
-                self._log.save(tensor)
+        log = self._log
+        if log is not None:
+            for tensor in written_tensors(self._table.of(func), args, kwargs):
+                if torch_private.storage_key(tensor) not in self._created:
+                    log.save(tensor)
         result = func(*args, **kwargs)
         for tensor in tensors_in(result):
             key = torch_private.storage_key(tensor)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from graphstep.capture.gradients import GradientHomes
 from graphstep.capture.manifest import verify
+from graphstep.capture.observe import Observation
 from graphstep.capture.report import CaptureReport
 from graphstep.capture.session import GraphSession
 from graphstep.capture.signature import Signature
@@ -25,6 +26,7 @@ class _Iteration:
 
     static: StaticInputs
     homes: GradientHomes = field(default_factory=GradientHomes)
+    observation: Observation | None = None
     num_eager: int = 0
     recording: Recording | None = None
 
@@ -88,13 +90,11 @@ class FullCudaGraphWrapper:
         stats = self._session.stats("validation" if forward_only else "training", "iteration")
         if iteration is None:
             stats.eager_calls["too many keys"] += 1
-            return self._eager(StaticInputs(batches, self._session.device), batches, forward_only)
+            return self._eager(_Iteration(StaticInputs(batches, self._session.device)), batches, forward_only)
         if iteration.recording is None:
             if iteration.num_eager < self._warmup_steps:
-                iteration.num_eager += 1
                 stats.eager_calls["warmup"] += 1
-                return self._eager(iteration.static, batches, forward_only)
-            verify(self._watched, "before capture")
+                return self._eager(iteration, batches, forward_only)
             with self._session.timed(stats):
                 iteration.static.load(batches)
                 iteration.recording = self._capture(iteration, forward_only)
@@ -134,15 +134,19 @@ class FullCudaGraphWrapper:
             stats.static_bytes += iteration.static.nbytes
         return iteration
 
-    def _eager(self, static: StaticInputs, batches: list[Any], forward_only: bool) -> Tensor:
+    def _eager(self, iteration: _Iteration, batches: list[Any], forward_only: bool) -> Tensor:
         # On the capture stream and from the static inputs, so that what the libraries set up per stream and per
-        # address is what the capture will find.
+        # address is what the capture will find. The last one is watched: it is what the capture will repeat.
+        iteration.num_eager += 1
         with self._session.engine.capture_stream():
-            static.load(batches)
-            return self._run(static, forward_only)
+            iteration.static.load(batches)
+            if iteration.num_eager != self._warmup_steps:
+                return self._run(iteration, forward_only)
+            losses, iteration.observation = self._session.watch_run(lambda: self._run(iteration, forward_only))
+            return losses
 
-    def _run(self, static: StaticInputs, forward_only: bool) -> Tensor:
-        batches: list[Any] = static.arguments
+    def _run(self, iteration: _Iteration, forward_only: bool) -> Tensor:
+        batches: list[Any] = iteration.static.arguments
         return self._function(
             data_iterator=iter(batches), model=self._model, num_microbatches=len(batches), forward_only=forward_only
         )
@@ -151,9 +155,9 @@ class FullCudaGraphWrapper:
         stats = self._session.stats("validation" if forward_only else "training", "iteration")
 
         def step() -> Tensor:
-            return self._run(iteration.static, forward_only)
+            return self._run(iteration, forward_only)
 
-        observation = self._session.observe(step)
+        observation = iteration.observation or self._session.observe(step)
         if not forward_only:
             iteration.homes.add(observation.leaves)
         recording = self._session.capture(stats, step, generators=observation.generators)
