@@ -9,25 +9,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from graphstep.capture.report import CaptureReport, RegionStats
 from graphstep.config import CudaGraphConfig, DataConfig, ModelConfig, RunConfig, TrainingConfig
 from graphstep.strategies import ForwardBackward
 
 
-class Report:
-    def __init__(self, num_recordings: int = 0) -> None:
-        self.num_recordings = num_recordings
-        self.capture_seconds = 0.25
-        self.pool_bytes = 1 << 20
-
-    def render(self) -> str:
-        return f"{self.num_recordings} recordings"
-
-    def to_json(self) -> dict[str, Any]:
-        return {"num_recordings": self.num_recordings}
-
-
 class EagerStrategy:
-    """Fits the seam, captures nothing; says that it has captured after ``warmup_steps`` steps."""
+    """Captures nothing; says that it captures for training in the step after ``warmup_steps`` ones, and replays then.
+
+    For validation it says that it captures and replays from the first call on.
+    """
 
     def __init__(
         self,
@@ -42,10 +33,15 @@ class EagerStrategy:
         self.forward_backward_func = forward_backward_func
         self.num_steps = 0
         self.num_closed = 0
+        self.rows = (RegionStats("training", "iteration"), RegionStats("validation", "iteration"))
 
     def forward_backward(
         self, *, data_iterator: Iterator[Mapping[str, Tensor]], num_microbatches: int, forward_only: bool = False
     ) -> Tensor:
+        row = self.rows[1 if forward_only else 0]
+        if forward_only or self.num_steps >= self.graphs.warmup_steps:
+            row.num_recordings = 1
+            row.num_replays += 1
         return self.forward_backward_func(
             data_iterator=data_iterator,
             model=self.model,
@@ -56,8 +52,8 @@ class EagerStrategy:
     def end_step(self) -> None:
         self.num_steps += 1
 
-    def report(self) -> Report:
-        return Report(num_recordings=2 if self.num_steps > self.graphs.warmup_steps else 0)
+    def report(self) -> CaptureReport:
+        return CaptureReport("double", self.rows, 0)
 
     def close(self) -> None:
         self.num_closed += 1

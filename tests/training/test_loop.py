@@ -189,9 +189,10 @@ def test_deterministic_mode_holds_during_the_run_only() -> None:
 
 
 def test_steady_steps_are_those_after_the_capture() -> None:
-    trainer, _ = make_trainer(graphs="local", train_iters=6, log_interval=6)
+    # Validation comes first and captures for itself: that says nothing about training.
+    trainer, _ = make_trainer(graphs="local", train_iters=6, log_interval=6, eval_iters=1)
     result = trainer.train()
-    # The double says from the end of step 2 on that it has captured, so steps 3 to 6 count.
+    # One step of warmup, capture in step 2, so steps 3 to 6 count.
     assert len(trainer._ledger._steady_ms) == 4
     assert result.step_ms > 0
     eager, _ = make_trainer(train_iters=6, log_interval=6)

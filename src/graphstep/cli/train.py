@@ -127,7 +127,9 @@ def _time_rows(is_eager: bool, result: TrainResult, comparison: Comparison | Non
     eager_ms = None if comparison is None else comparison.eager_step_ms
     eager = "not measured: use --compare-with-eager" if comparison is None else _ms(eager_ms)
     graphed = _ms(result.step_ms)
-    if eager_ms is not None and result.step_ms:
+    if result.device.type == "cpu":
+        graphed += " (the tape of the CPU engine checks captures, it does not speed steps up)"
+    elif eager_ms is not None and result.step_ms:
         graphed += f" ({eager_ms / result.step_ms:.2f}x as fast)"
     return [("step time, eager", eager), ("step time, graphed", graphed)]
 

@@ -10,9 +10,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from graphstep.strategies import Strategy
 from graphstep.training.timing import StepTimer, median_ms
 
 _NUM_KEPT_TIMES = 1000
+_NUM_EAGER_WARMUP_STEPS = 3
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -106,3 +108,38 @@ class StepLedger:
                 if not (math.isfinite(loss) and math.isfinite(norm))
             ),
         )
+
+
+class Steadiness:
+    """Tells from which step on steps run as all later ones will: after warmup and capture.
+
+    Args:
+        strategy: asked for its report around each step until it is steady.
+        is_eager: nothing is captured: steady after three steps, when the libraries have set themselves up.
+    """
+
+    def __init__(self, strategy: Strategy, *, is_eager: bool) -> None:
+        self._strategy = strategy
+        self._is_eager = is_eager
+        self._is_steady = False
+        self._num_steps = 0
+        self._before = (0, 0)
+
+    def begin_step(self) -> None:
+        """Take note of what is captured before the step."""
+        if not self._is_steady and not self._is_eager:
+            self._before = self._counts()
+
+    def end_step(self) -> bool:
+        """Return whether the step just made was steady: it replayed, and recorded nothing."""
+        self._num_steps += 1
+        if self._is_eager:
+            return self._num_steps > _NUM_EAGER_WARMUP_STEPS
+        if not self._is_steady:
+            num_recordings, num_replays = self._counts()
+            self._is_steady = num_recordings == self._before[0] and num_replays > self._before[1]
+        return self._is_steady
+
+    def _counts(self) -> tuple[int, int]:
+        report = self._strategy.report()
+        return report.num_recordings, sum(row.num_replays for row in report.rows)

@@ -29,7 +29,7 @@ from graphstep.training.evaluation import evaluate
 from graphstep.training.gradients import GradientBuffers
 from graphstep.training.health import require_finite
 from graphstep.training.interrupt import InterruptRequest
-from graphstep.training.ledger import StepLedger
+from graphstep.training.ledger import Steadiness, StepLedger
 from graphstep.training.logging import make_logs
 from graphstep.training.optimizer import MainWeightAdamW
 from graphstep.training.schedules import learning_rate
@@ -37,8 +37,6 @@ from graphstep.training.setup import architecture, build_model, preflight, with_
 from graphstep.training.step import forward_backward_no_pipelining
 from graphstep.training.tensors import model_tensors
 from graphstep.training.timing import peak_memory_bytes
-
-_NUM_EAGER_WARMUP_STEPS = 3
 
 
 class StrategyFactory(Protocol):
@@ -131,8 +129,7 @@ class Trainer:
         self._on_step = on_step
         self._log = make_logs(training, console)
         self._ledger = StepLedger(self.device)
-        self._num_recordings = 0
-        self._is_steady = False
+        self._steadiness = Steadiness(self.strategy, is_eager=config.graphs.impl is CudaGraphImpl.none)
         self._saved_iteration = self.iteration
         self._validation_loss: tuple[int, float] | None = None
 
@@ -276,6 +273,7 @@ class Trainer:
     def _step(self) -> None:
         training = self.config.training
         lr = learning_rate(training, self.iteration)
+        self._steadiness.begin_step()
         self._ledger.timer.start()
         self.gradients.zero()
         losses = self.strategy.forward_backward(data_iterator=self.batches, num_microbatches=training.num_microbatches)
@@ -288,20 +286,9 @@ class Trainer:
         self.strategy.end_step()
         self._ledger.timer.stop()
         self.iteration += 1
-        self._ledger.add(self.iteration, losses, norm, lr, is_steady=self._look_whether_steady())
+        self._ledger.add(self.iteration, losses, norm, lr, is_steady=self._steadiness.end_step())
         if self._on_step is not None:
             self._on_step(self, losses)
-
-    def _look_whether_steady(self) -> bool:
-        """Return whether the step just made ran as all later ones will: after warmup and capture."""
-        if not self._is_steady:
-            if self.config.graphs.impl is CudaGraphImpl.none:
-                self._num_recordings += 1
-                self._is_steady = self._num_recordings > _NUM_EAGER_WARMUP_STEPS
-            else:
-                before, self._num_recordings = self._num_recordings, self.strategy.report().num_recordings
-                self._is_steady = self._num_recordings == before > 0
-        return self._is_steady
 
     def _write_interval(self) -> None:
         interval = self._ledger.read()

@@ -1,0 +1,167 @@
+"""Bad input of ``graphstep train``: exit code 2, what, where and how to fix it, and nothing created."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from graphstep.cli.main import main
+from graphstep.training.data import IndexedDatasetWriter
+
+TINY = (
+    *("--num-layers", "1", "--hidden-size", "16", "--num-attention-heads", "2", "--seq-length", "8"),
+    *("--micro-batch-size", "2", "--train-iters", "2", "--eval-iters", "0", "--device", "cpu"),
+)
+MOCK = (*TINY, "--mock-data")
+OUTPUTS = ("--save", "out/checkpoints", "--log-jsonl", "out/log.jsonl", "--tensorboard-dir", "out/board")
+
+
+@pytest.fixture(autouse=True)
+def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def listing(folder: Path) -> list[tuple[str, int]]:
+    # The cache of tokenised text is no output of a run: it may stay.
+    kept = (p for p in folder.rglob("*") if p.relative_to(folder).parts[0] != "cached")
+    return sorted((str(p.relative_to(folder)), p.stat().st_mtime_ns) for p in kept)
+
+
+def refused(argv: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> str:
+    """Run, require a clean refusal, and return the message."""
+    before = listing(Path.cwd())
+    capsys.readouterr()
+    code = main(["train", *argv])
+    output = capsys.readouterr()
+    assert code == 2, output.err
+    assert "fix:" in output.err
+    assert "Traceback" not in output.err
+    assert listing(Path.cwd()) == before, "something was created or changed"
+    return output.err
+
+
+def trained(*argv: str) -> None:
+    assert main(["train", *MOCK, "--save", "run", *argv]) == 0
+
+
+def test_unknown_options_and_contradictions_come_together(capsys: pytest.CaptureFixture[str]) -> None:
+    text = refused((*MOCK, *OUTPUTS, "--hiden-size", "3", "--global-batch-size", "3", "--lr", "much"), capsys)
+    assert "3 problems" in text
+    assert all(option in text for option in ("--hiden-size", "--global-batch-size", "--lr"))
+
+
+def make_missing() -> tuple[str, ...]:
+    return ("--data-path", "nowhere.txt")
+
+
+def make_empty() -> tuple[str, ...]:
+    Path("empty.txt").write_text("")
+    return ("--data-path", "empty.txt", "--data-cache-path", "cached")
+
+
+def make_truncated_index() -> tuple[str, ...]:
+    with IndexedDatasetWriter("tokens", dtype=np.uint16) as writer:
+        writer.add_document(np.arange(200))
+    index = Path("tokens.idx")
+    index.write_bytes(index.read_bytes()[:-9])
+    return ("--data-path", "tokens")
+
+
+def make_tokens_outside_the_vocabulary() -> tuple[str, ...]:
+    with IndexedDatasetWriter("tokens", dtype=np.uint16) as writer:
+        writer.add_document(np.arange(2000))
+    return ("--data-path", "tokens")
+
+
+@pytest.mark.parametrize(
+    ("make", "expected"),
+    [
+        (make_missing, "nowhere.txt"),
+        (make_empty, "empty.txt"),
+        (make_truncated_index, "tokens.idx"),
+        (make_tokens_outside_the_vocabulary, "vocabulary"),
+    ],
+)
+def test_data(make: Callable[[], tuple[str, ...]], expected: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert expected in refused((*TINY, *OUTPUTS, *make()), capsys)
+
+
+def test_a_sequence_longer_than_the_data(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("short.txt").write_text("a few words")
+    argv = (*TINY, *OUTPUTS, "--data-path", "short.txt", "--data-cache-path", "cached", "--seq-length", "64")
+    assert "--seq-length 64 needs 65" in refused(argv, capsys)
+
+
+def test_a_vocabulary_smaller_than_the_tokenizer(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "--vocab-size" in refused((*MOCK, *OUTPUTS, "--vocab-size", "100"), capsys)
+
+
+def test_no_cuda_device(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert "--device" in refused((*MOCK, *OUTPUTS, "--device", "cuda"), capsys)
+
+
+def test_outputs_that_cannot_be_written_are_all_named(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("file").write_text("")
+    Path("folder").mkdir()
+    argv = ("--save", "file", "--log-jsonl", "folder", "--tensorboard-dir", "file/below")
+    text = refused((*MOCK, *argv), capsys)
+    assert "3 problems" in text
+    assert all(option in text for option in ("--save", "--log-jsonl", "--tensorboard-dir"))
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_folder_without_permission(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("locked").mkdir(mode=0o500)
+    assert "no permission" in refused((*MOCK, "--save", "locked/run"), capsys)
+
+
+def test_tensorboard_is_not_installed(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "tensorboard" else found(name))
+    assert "graphstep[report]" in refused((*MOCK, *OUTPUTS), capsys)
+
+
+def test_no_checkpoint_to_load(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("empty").mkdir()
+    assert "does not exist" in refused((*MOCK, *OUTPUTS, "--load", "nowhere"), capsys)
+    assert "holds no checkpoint" in refused((*MOCK, *OUTPUTS, "--load", "empty"), capsys)
+
+
+def test_a_checkpoint_of_another_model(capsys: pytest.CaptureFixture[str]) -> None:
+    trained()
+    argv = (*MOCK, "--load", "run", "--save", "run", "--train-iters", "4")
+    text = refused((*argv, "--hidden-size", "32"), capsys)
+    assert "hidden_size: expected 32, found 16" in text
+    assert "embedding.weight: expected [384, 32] float32, found [384, 16] float32" in text
+    assert "exp_avg.embedding.weight" in text
+    assert "num_attention_heads: expected 4, found 2" in refused((*argv, "--num-attention-heads", "4"), capsys)
+    assert "seed" in refused((*argv, "--seed", "7"), capsys)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.safetensors", "random.safetensors", "state.json"])
+def test_a_damaged_checkpoint(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    trained()
+    path = Path("run", "iter_0000002", name)
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    assert name in refused((*MOCK, "--load", "run", "--save", "run", "--train-iters", "4"), capsys)
+
+
+def test_determinism_on_cuda_needs_the_workspace_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    from graphstep.config import TrainingConfig
+    from graphstep.errors import UserInputError
+    from graphstep.training.setup import preflight
+
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.current_device", lambda: 0)
+    config = TrainingConfig(deterministic_mode=True)
+    with pytest.raises(UserInputError, match="export CUBLAS_WORKSPACE_CONFIG=:4096:8"):
+        preflight(config, {})
+    device, _ = preflight(config, {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"})
+    assert device.type == "cuda"

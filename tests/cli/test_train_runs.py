@@ -1,0 +1,132 @@
+"""``graphstep train`` from the command line to the table at the end."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from graphstep.cli.main import main
+from graphstep.cli.train import run
+from graphstep.training import compare
+from graphstep.training.compare import Difference
+from graphstep.training.loop import Trainer
+
+TINY = (
+    *("--num-layers", "1", "--hidden-size", "16", "--num-attention-heads", "2", "--seq-length", "8"),
+    *("--micro-batch-size", "2", "--train-iters", "6", "--eval-iters", "1", "--log-interval", "2"),
+    *("--device", "cpu", "--mock-data"),
+)
+FULL = ("--cuda-graph-impl", "full_iteration", "--no-check-for-nan-in-loss-and-grad", "--cuda-graph-warmup-steps", "1")
+LOCAL = ("--cuda-graph-impl", "local", "--cuda-graph-warmup-steps", "1")
+
+
+@pytest.fixture(autouse=True)
+def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def output_of(*argv: str, code: int = 0) -> str:
+    text = io.StringIO()
+    assert run([*TINY, *argv], console=Console(file=text, width=200)) == code
+    return text.getvalue()
+
+
+def row(output: str, name: str) -> str:
+    """Return the second column of a row of the last table."""
+    rows = [line.split("│") for line in output.splitlines() if line.startswith("│")]
+    return next(cells[2].strip() for cells in reversed(rows) if cells[1].strip() == name)
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+@pytest.mark.parametrize("dropout", ["0.0", "0.1"])
+@pytest.mark.parametrize("impl", [FULL, LOCAL], ids=["full_iteration", "local"])
+def test_graphed_training_equals_eager_training(impl: tuple[str, ...], dropout: str, microbatches: int) -> None:
+    output = output_of(
+        *impl,
+        *("--attention-dropout", dropout, "--hidden-dropout", dropout),
+        *("--global-batch-size", str(2 * microbatches), "--compare-with-eager", "5"),
+    )
+    assert row(output, "eager, bit for bit") == "equal: all losses of 5 steps and all weights after them"
+    assert "before" in row(output, "loss")
+    assert "before" in row(output, "validation loss")
+    assert row(output, "step time, eager").endswith("ms")
+    assert row(output, "step time, graphed").split()[0] != "too"
+    assert int(row(output, "captured").split()[0]) > 0
+    assert "MiB" in row(output, "peak memory")
+
+
+def test_bf16_equals_eager_too() -> None:
+    assert row(output_of(*FULL, "--bf16", "--compare-with-eager", "5"), "eager, bit for bit").startswith("equal")
+
+
+def test_eager_training_prints_one_step_time_and_no_comparison() -> None:
+    output = output_of()
+    assert row(output, "step time").endswith("ms")
+    assert "bit for bit" not in output
+
+
+def test_the_time_of_eager_steps_is_not_made_up() -> None:
+    assert row(output_of(*FULL), "step time, eager") == "not measured: use --compare-with-eager"
+
+
+def test_the_summary_shows_what_counts() -> None:
+    output = output_of(*FULL, "--bf16", "--global-batch-size", "4")
+    assert "bf16 with fp32 main weights" in output
+    assert "4 sequences a step: 2 microbatches of 2" in output
+    assert "full_iteration, after 1 warmup steps" in output
+    assert "mock data" in output
+
+
+def test_a_difference_is_exit_code_3(monkeypatch: pytest.MonkeyPatch) -> None:
+    difference = Difference(step=2, loss_error=0.5, tensor="head.norm.weight", weight_error=0.25, num_tensors=3)
+    monkeypatch.setattr(compare, "first_difference", lambda *_: difference)
+    verdict = row(output_of(*FULL, "--compare-with-eager", "4", code=3), "eager, bit for bit")
+    assert verdict.startswith("DIFFERENT within 4 steps: losses first differ at step 2, by 0.5; 3 weights differ")
+
+
+def test_ctrl_c_is_exit_code_130_and_keeps_the_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    after_step = Trainer._after_step
+
+    def interrupt(trainer: Trainer) -> None:
+        after_step(trainer)
+        if trainer.iteration == 3:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(Trainer, "_after_step", interrupt)
+    output = output_of(*FULL, "--save", "run", "--compare-with-eager", "2", code=130)
+    assert row(output, "steps") == "3, interrupted"
+    assert Path("run/iter_0000003/state.json").is_file()
+
+
+def test_save_load_and_logs(capsys: pytest.CaptureFixture[str]) -> None:
+    outputs = ("--save", "run", "--log-jsonl", "logs/run.jsonl")
+    assert main(["train", *TINY, *FULL, *outputs, "--save-interval", "4"]) == 0
+    whole = Path("run/iter_0000006/model.safetensors").read_bytes()
+    assert main(["train", *TINY, *FULL, "--save", "again", "--load", "run/iter_0000004"]) == 0
+    assert Path("again/iter_0000006/model.safetensors").read_bytes() == whole
+    assert "after 4 steps" in capsys.readouterr().out
+    events = [json.loads(line) for line in Path("logs/run.jsonl").read_text().splitlines()]
+    assert [e["iteration"] for e in events if e["event"] == "train"] == [2, 4, 6]
+    assert events[0]["config"]["graphs"]
+    assert events[-1]["report"]["num_recordings"] == 2
+    assert events[-1]["last_loss"] == next(e["loss"] for e in reversed(events) if e["event"] == "train")
+
+
+def test_a_resumed_run_is_compared_from_where_it_started() -> None:
+    output_of("--save", "run", "--save-interval", "3")
+    output = output_of(*FULL, "--load", "run/iter_0000003", "--save", "run", "--compare-with-eager", "3")
+    assert row(output, "eager, bit for bit").startswith("equal: all losses of 3 steps")
+
+
+def test_nan_is_exit_code_1(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", *TINY, "--lr", "1e30", "--clip-grad", "0"]) == 1
+    error = capsys.readouterr().err
+    assert "iteration" in error
+    assert "--lr" in error
