@@ -107,7 +107,7 @@ class CudaEngine:
         self._pool = torch.cuda.graph_pool_handle()
         self._recordings: weakref.WeakSet[CudaRecording] = weakref.WeakSet()
         self._capturing_thread: int | None = None
-        self._is_primed = False
+        self._anchor: torch.cuda.CUDAGraph | None = None
         self._is_closed = False
 
     @property
@@ -201,21 +201,27 @@ class CudaEngine:
             return
 
     def _prime(self) -> None:
-        """Have the math libraries allocate their workspaces for the capture stream before the first capture.
+        """Before the first capture: have the math libraries allocate their workspaces, and take hold of the pool.
 
         A workspace belongs to a handle and a stream and is kept for later use. Allocated inside a capture it would lie
         in the graph's pool and go when that graph goes, although other graphs of the stream use it too. The backward
         pass runs in a thread with handles of its own.
         """
-        if self._is_primed:
+        if self._anchor is not None:
             return
         with self.capture_stream(), torch.enable_grad(), torch.autocast("cuda", enabled=False):
             for dtype in (torch.float32, torch.bfloat16):
                 weight = torch.zeros(16, 16, dtype=dtype, device=self._device, requires_grad=True)
                 bias = torch.zeros(16, dtype=dtype, device=self._device, requires_grad=True)
                 torch.addmm(bias, weight @ weight, weight).sum().backward()
-        torch.cuda.synchronize(self._device)
-        self._is_primed = True
+            kept = torch.zeros(1, device=self._device)
+            torch.cuda.synchronize(self._device)
+            # The allocator gives up a pool that no graph uses and then refuses its name: one graph always uses it.
+            anchor = torch.cuda.CUDAGraph()
+            anchor.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            kept.zero_()
+            anchor.capture_end()
+        self._anchor = anchor
 
     @contextmanager
     def capture_stream(self) -> Iterator[None]:
@@ -245,6 +251,9 @@ class CudaEngine:
         torch.cuda.synchronize(self._device)
         for recording in list(self._recordings):
             recording.close()
+        anchor, self._anchor = self._anchor, None
+        if anchor is not None:
+            anchor.reset()
 
 
 def _explain(error: Exception) -> CaptureError:
