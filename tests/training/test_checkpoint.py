@@ -43,8 +43,11 @@ def targets() -> dict[str, dict[str, Tensor]]:
     return {"model": dict(state.model), "optimizer": dict(state.optimizer)}
 
 
+RANDOM_STATE = {"cpu": torch.get_rng_state()}
+
+
 def open_checkpoint(folder: Path, **changes: object) -> Checkpoint:
-    return Checkpoint(folder, **{**targets(), "architecture": ARCHITECTURE, **changes})
+    return Checkpoint(folder, **{**targets(), "random": RANDOM_STATE, "architecture": ARCHITECTURE, **changes})
 
 
 def test_round_trip_is_exact_and_loads_in_place(tmp_path: Path) -> None:
@@ -54,7 +57,7 @@ def test_round_trip_is_exact_and_loads_in_place(tmp_path: Path) -> None:
     assert sorted(p.name for p in folder.iterdir()) == sorted([MODEL, OPTIMIZER, RANDOM, STATE])
     live = targets()
     addresses = [t.data_ptr() for group in live.values() for t in group.values()]
-    loaded = Checkpoint(find_checkpoint(tmp_path / "run"), **live, architecture=ARCHITECTURE)
+    loaded = Checkpoint(find_checkpoint(tmp_path / "run"), **live, random=RANDOM_STATE, architecture=ARCHITECTURE)
     assert (loaded.iteration, loaded.data, loaded.progress) == (100, state.data, state.progress)
     assert torch.equal(loaded.random()["cpu"], state.random["cpu"])
     loaded.restore()
@@ -138,7 +141,7 @@ def test_all_mismatches_are_listed_and_nothing_is_changed(tmp_path: Path) -> Non
     save_file({**tensors, "step.w": torch.ones((), dtype=torch.float64)}, folder / OPTIMIZER, {"iteration": "5"})
     live = targets()
     with pytest.raises(CheckpointError) as caught:
-        Checkpoint(folder, **live, architecture={**ARCHITECTURE, "num_attention_heads": 8})
+        open_checkpoint(folder, **live, architecture={**ARCHITECTURE, "num_attention_heads": 8})
     assert [problem.what for problem in caught.value.problems] == [
         "num_attention_heads: expected 8, found 4",
         "w: expected [3, 2] float32, found [2, 3] float32",
@@ -235,6 +238,17 @@ def test_a_full_disk_is_reported_and_older_checkpoints_stay(tmp_path: Path, monk
         save_checkpoint(tmp_path, training_state(10))
     monkeypatch.undo()
     assert open_checkpoint(find_checkpoint(tmp_path)).iteration == 5
+
+
+def test_random_states_must_fit_and_may_lack_that_of_another_device(tmp_path: Path) -> None:
+    folder = save_checkpoint(tmp_path, training_state(5))
+    extra = {"cuda": torch.zeros(16, dtype=torch.uint8)}
+    assert "cuda" not in open_checkpoint(folder, random={**RANDOM_STATE, **extra}).random()
+    save_file({"cpu": torch.zeros(3, dtype=torch.uint8)}, folder / RANDOM, {"iteration": "5"})
+    with pytest.raises(CheckpointError, match=r"cpu: expected \[\d+\] uint8, found \[3\] uint8"):
+        open_checkpoint(folder)
+    save_file({**RANDOM_STATE, **extra}, folder / RANDOM, {"iteration": "5"})
+    assert open_checkpoint(folder).iteration == 5
 
 
 def test_tensors_that_share_one_storage_are_saved_apart(tmp_path: Path) -> None:

@@ -49,7 +49,8 @@ def _train(config: RunConfig, console: Console) -> int:
     with trainer:
         _print_summary(trainer, console)
         result = trainer.train()
-        console.print(result.report.render())
+        if config.graphs.impl is not CudaGraphImpl.none:
+            console.print(result.report.render())
         if is_compared:
             trace.finish(trainer)
         config = _from_checkpoint(config, trainer.start_checkpoint)
@@ -108,14 +109,21 @@ def _describe_graphs(config: RunConfig) -> str:
 
 def _result_table(config: RunConfig, result: TrainResult, comparison: Comparison | None) -> Table:
     is_eager = config.graphs.impl is CudaGraphImpl.none
+    report = result.report
     rows = [
         ("steps", f"{result.iteration - result.first_iteration}" + (", interrupted" if result.is_interrupted else "")),
         ("loss", _before_after(result.first_loss, result.last_loss)),
         ("validation loss", _before_after(result.first_validation_loss, result.last_validation_loss)),
         *_time_rows(is_eager, result, comparison),
-        ("captured", f"{result.report.num_recordings} recordings in {result.report.capture_seconds:.2f} s"),
-        ("peak memory", f"{_mib(result.peak_bytes)}, of which graph pool {_mib(result.report.pool_bytes)}"),
     ]
+    memory = _mib(result.peak_bytes) + (" resident" if result.device.type == "cpu" else " allocated")
+    if is_eager:
+        rows.append(("peak memory", memory))
+    else:
+        rows += [
+            ("captured", f"{report.num_recordings} recordings in {report.capture_seconds:.2f} s"),
+            ("peak memory", f"{memory}, of which graph pool {_mib(report.pool_bytes)}"),
+        ]
     if comparison is not None:
         rows.append(("eager, bit for bit", _verdict(config, result, comparison)))
     return _table("result", rows)

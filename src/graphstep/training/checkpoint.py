@@ -100,6 +100,7 @@ def save_checkpoint(root: Path, state: TrainingState) -> Path:
                 "config": state.config,
             },
             indent=1,
+            allow_nan=False,
         )
         (temporary / STATE).write_text(text + "\n", encoding="utf-8")
         publish_folder(temporary, target)
@@ -146,6 +147,7 @@ class Checkpoint:
         folder: as :func:`find_checkpoint` returned it.
         model: live tensors to load into, by name.
         optimizer: live tensors to load into, by name.
+        random: states of the default generators; one that was not saved (another kind of device) is no error.
         architecture: must equal what was saved.
 
     Raises:
@@ -158,6 +160,7 @@ class Checkpoint:
         *,
         model: Mapping[str, Tensor],
         optimizer: Mapping[str, Tensor],
+        random: Mapping[str, Tensor],
         architecture: Mapping[str, Any],
     ) -> None:
         self.folder = folder
@@ -169,17 +172,21 @@ class Checkpoint:
         self.progress: dict[str, Any] = state.get("progress", {})
         if not problems:
             problems += _architecture_problems(architecture, state["architecture"], folder / STATE)
-        for name, targets in self._targets.items():
+        for name, targets in {**self._targets, RANDOM: random}.items():
             found = _read_specs(folder / name, self.iteration if state else None, problems)
-            if found is not None:
-                problems += differences(
-                    {key: spec_of(tensor) for key, tensor in targets.items()},
-                    found,
-                    code="checkpoint-mismatch",
-                    where=str(folder / name),
-                    fix="use the model options (and --bf16 or not) of the run that wrote it; nothing was loaded",
-                )
-        _read_specs(folder / RANDOM, self.iteration if state else None, problems)
+            if found is None:
+                continue
+            expected = {key: spec_of(tensor) for key, tensor in targets.items()}
+            if name == RANDOM:
+                found = {key: spec for key, spec in found.items() if key in expected}
+                expected = {key: spec for key, spec in expected.items() if key == "cpu" or key in found}
+            problems += differences(
+                expected,
+                found,
+                code="checkpoint-mismatch",
+                where=str(folder / name),
+                fix="use the model options (and --bf16 or not) of the run that wrote it; nothing was loaded",
+            )
         if problems:
             raise CheckpointError(problems)
 

@@ -90,6 +90,7 @@ class ConsoleLog:
             self._progress = None
 
     def _start(self, values: Values) -> None:
+        self.close()
         if self._console.is_terminal:
             columns = (
                 TextColumn("iteration {task.completed:.0f}/{task.total:.0f}"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +28,7 @@ from graphstep.training.determinism import (
 )
 from graphstep.training.evaluation import evaluate
 from graphstep.training.gradients import GradientBuffers
-from graphstep.training.health import require_finite
+from graphstep.training.health import NonFiniteError, require_finite
 from graphstep.training.interrupt import InterruptRequest
 from graphstep.training.ledger import Steadiness, StepLedger
 from graphstep.training.logging import make_logs
@@ -143,9 +144,11 @@ class Trainer:
 
     def close(self) -> None:
         """Free the recordings, then take the gradients off the model, then close the logs. May be called twice."""
-        self.strategy.close()
-        self.gradients.close()
-        self._log.close()
+        try:
+            self.strategy.close()
+        finally:
+            self.gradients.close()
+            self._log.close()
 
     def train(self, num_steps: int | None = None) -> TrainResult:
         """Train to the last iteration, or ``num_steps`` steps if that comes first.
@@ -168,7 +171,11 @@ class Trainer:
             self._log.write("start", self._start_values())
             before = self.validate()
             while self.iteration < last and not interrupt.is_requested:
-                self._step()
+                try:
+                    self._step()
+                except NonFiniteError:
+                    self._write_interval()  # the steps before show how it came to this
+                    raise
                 self._after_step()
             self._write_interval()
             after = self.validate() if not interrupt.is_requested else None
@@ -234,12 +241,19 @@ class Trainer:
                 random=random_state(self.device),
                 architecture=architecture(self.config.model),
                 data={"train": self.batches.state_dict()},
-                progress={"loss": self._ledger.last_loss, "validation_loss": self._validation_loss},
+                progress=self._progress(),
                 config=self.config.to_json(),
             ),
         )
         self._saved_iteration = self.iteration
         self._log.write("checkpoint", {"iteration": self.iteration, "path": str(folder)})
+
+    def _progress(self) -> dict[str, float | None]:
+        loss = self._ledger.last_loss
+        validation = None if self._validation_loss is None else self._validation_loss[1]
+        losses = {"loss": loss, "validation_loss": validation}
+        # JSON has no name for what is not finite.
+        return {name: value if value is not None and math.isfinite(value) else None for name, value in losses.items()}
 
     def weights(self) -> dict[str, Tensor]:
         """Return the live weights, buffers, and fp32 main weights (``main.`` in front) by name."""
@@ -261,10 +275,11 @@ class Trainer:
             folder,
             model=model_tensors(self.model),
             optimizer=self.optimizer.state_dict(),
+            random=self._random,
             architecture=architecture(self.config.model),
         )
         # Of all parts only the data may still refuse, so it goes first.
-        self.batches.load_state_dict(checkpoint.data["train"])
+        self.batches.load_state_dict(checkpoint.data.get("train", {}))
         checkpoint.restore()
         # A checkpoint of another kind of device has no state for this one: then the seed decides.
         self._random |= checkpoint.random()
