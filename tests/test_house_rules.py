@@ -41,6 +41,7 @@ IMPORTS_ALLOWED: dict[str, tuple[str, ...]] = {
     "bench": LOOPS,
     "integrations": LOOPS,
     "cli": (*LOOPS, "doctor", "bench", "integrations"),
+    "__main__": ("cli",),
 }
 WITHOUT_LIBRARIES = ("errors", "version", "config")
 HEAVY_LIBRARIES = {"torch", "numpy", "safetensors", "tokenizers", "tensorboard"}

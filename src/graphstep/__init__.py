@@ -1,10 +1,56 @@
 """CUDA graphs for transformer training and inference on plain PyTorch.
 
-Importing this package does nothing to the process, and loads no torch: public names are imported when they are first used.
+Importing this package does nothing to the process and loads no torch: a public name is imported when it is first used.
 """
 
 from __future__ import annotations
 
+import importlib
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
 from graphstep.version import __version__
 
-__all__ = ["__version__"]
+if TYPE_CHECKING:
+    from graphstep.capture.report import CaptureReport
+    from graphstep.capture.session import GraphSession
+    from graphstep.engine import CudaEngine, Engine, Recording, TapeEngine, engine_for
+    from graphstep.strategies import FullCudaGraphWrapper, LocalGraphs, build_strategy
+
+__all__ = [
+    "CaptureReport",
+    "CudaEngine",
+    "Engine",
+    "FullCudaGraphWrapper",
+    "GraphSession",
+    "LocalGraphs",
+    "Recording",
+    "TapeEngine",
+    "__version__",
+    "build_strategy",
+    "engine_for",
+]
+
+_HOMES: Mapping[str, str] = {
+    "CaptureReport": "graphstep.capture.report",
+    "CudaEngine": "graphstep.engine",
+    "Engine": "graphstep.engine",
+    "FullCudaGraphWrapper": "graphstep.strategies",
+    "GraphSession": "graphstep.capture.session",
+    "LocalGraphs": "graphstep.strategies",
+    "Recording": "graphstep.engine",
+    "TapeEngine": "graphstep.engine",
+    "build_strategy": "graphstep.strategies",
+    "engine_for": "graphstep.engine",
+}
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(home), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,51 @@
+"""What README.md shows is run: its command lines with fewer steps, and its Python."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import torch
+
+from graphstep.cli.main import main
+
+ROOT = Path(__file__).resolve().parents[2]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+FEWER_STEPS = {
+    "train": ["--train-iters", "8", "--eval-interval", "8", "--eval-iters", "1", "--num-layers", "1", "--seq-length", "32"],
+    "config": [],
+}
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
+
+
+def commands() -> list[str]:
+    lines = [line for block in blocks("bash") for line in block.splitlines()]
+    return [line for line in lines if line.startswith("graphstep ")]
+
+
+def test_the_readme_shows_commands_and_python() -> None:
+    assert len(commands()) >= 3
+    assert len(blocks("python")) >= 1
+
+
+@pytest.mark.parametrize("command", commands())
+def test_command(command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.chdir(ROOT)
+    words = shlex.split(command)[1:]
+    if "--compare-with-eager" in words:
+        words[words.index("--compare-with-eager") + 1] = "6"
+    assert main([*words, *FEWER_STEPS[words[0]]]) == 0, capsys.readouterr().err
+    assert capsys.readouterr().out
+
+
+@pytest.mark.parametrize("code", blocks("python"))
+def test_python(code: str, capsys: pytest.CaptureFixture[str]) -> None:
+    names: dict[str, torch.Tensor] = {}
+    exec(compile(code, "README.md", "exec"), names)
+    expected = (names["x"] @ names["weight"]).square().mean().detach()
+    assert capsys.readouterr().out.strip() == str(expected)
