@@ -37,7 +37,7 @@ from graphstep.training.schedules import learning_rate
 from graphstep.training.setup import architecture, build_model, preflight, with_vocabulary
 from graphstep.training.step import forward_backward_no_pipelining
 from graphstep.training.tensors import model_tensors
-from graphstep.training.timing import peak_memory_bytes
+from graphstep.training.timing import peak_memory_bytes, restart_peak_memory
 
 
 class StrategyFactory(Protocol):
@@ -168,6 +168,7 @@ class Trainer:
             InterruptRequest() as interrupt,
         ):
             restore_random_state(self._random, self.device)
+            restart_peak_memory(self.device)
             self._log.write("start", self._start_values())
             before = self.validate()
             while self.iteration < last and not interrupt.is_requested:

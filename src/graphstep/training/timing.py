@@ -65,8 +65,14 @@ def median_ms(times_ms: Sequence[float]) -> float | None:
     return statistics.median(times_ms) if times_ms else None
 
 
+def restart_peak_memory(device: torch.device) -> None:
+    """Let :func:`peak_memory_bytes` count from now; the resident set of the CPU cannot be restarted."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+
+
 def peak_memory_bytes(device: torch.device) -> int:
-    """Return the peak so far: memory allocated by torch on a CUDA device, the process's resident set on the CPU."""
+    """Return the peak: memory allocated by torch on a CUDA device, the process's resident set on the CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
