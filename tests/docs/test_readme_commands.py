@@ -76,7 +76,7 @@ def fault_of_graphstep(words: list[str]) -> str:
     if words[0] not in ("train", "config"):
         return f"unknown command {words[0]}"
     try:
-        from_argv(words[1:])
+        from_argv([word for word in words[1:] if (words[0], word) != ("config", "--json")])
     except ConfigError as error:
         return str(error)
     return ""
