@@ -39,3 +39,16 @@ def casts_forgotten() -> Iterator[None]:
         yield
     finally:
         torch.clear_autocast_cache()
+
+
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """Use another default dtype in the body. It is process-wide, so it is only touched where it differs."""
+    outside = torch.get_default_dtype()
+    if dtype is not outside:
+        torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        if torch.get_default_dtype() is not outside:
+            torch.set_default_dtype(outside)

@@ -8,19 +8,22 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from graphstep.engine import torch_private
-from graphstep.engine.ambient import casts_forgotten, collection_held
-from graphstep.engine.host_reads import HostReadGuard, answers_as_capturing
+from graphstep.engine.ambient import casts_forgotten, collection_held, default_dtype
+from graphstep.engine.assignments import DataAssignments
+from graphstep.engine.host_reads import HostReadGuard, answers_as_capturing, is_capturing_here
+from graphstep.engine.refusals import Refusals
 from graphstep.engine.tape_ops import OperationTable
 from graphstep.engine.tape_recorder import Tape, TapeRecorder
 from graphstep.engine.undo import UndoLog
-from graphstep.errors import LifecycleError
+from graphstep.engine.user_frame import user_line_of
+from graphstep.errors import CaptureError, LifecycleError
 
 
 class TapeRecording:
@@ -73,11 +76,12 @@ class TapeRecording:
         """
         if self._tape is None:
             raise LifecycleError("the recording is closed", fix="capture again before replaying")
-        if self._engine.is_capturing:
+        if is_capturing_here():
             raise LifecycleError(
                 "a recording cannot be replayed inside a capture", fix="replay it before or after the captured function"
             )
-        with torch_private.below_autograd():
+        with torch_private.below_autograd(), default_dtype(self._tape.default_dtype):
+            torch.set_grad_enabled(self._tape.starts_with_grad)
             for step in self._tape.steps:
                 step()
 
@@ -123,25 +127,36 @@ class TapeEngine:
     def capture(self, function: Callable[[], Any], *, generators: Sequence[torch.Generator] = ()) -> TapeRecording:
         """Run ``function`` once, recording its operations, then undo what it wrote into tensors that existed before.
 
-        ``generators`` is not needed here: every generator is known from the operations that use it.
-
         Raises:
             CaptureError: an operation cannot be captured.
-            LifecycleError: the engine is closed or already capturing.
+            LifecycleError: the engine is closed, or a capture is under way: in this engine, or in this thread.
         """
-        del generators
         if self._is_closed:
             raise LifecycleError("the engine is closed", fix="use a new session")
-        if self._capturing_thread is not None:
+        if self._capturing_thread is not None or is_capturing_here():
             raise LifecycleError("a capture is already under way", fix="capture one function at a time")
-        undo = UndoLog()
-        recorder = TapeRecorder(self._table, undo)
+        undo, refusals, assignments = UndoLog(), Refusals(), DataAssignments()
+        recorder = TapeRecorder(self._table, undo, refusals, generators)
         self._capturing_thread = threading.get_ident()
         try:
             with collection_held(), answers_as_capturing(lambda: self.is_capturing), casts_forgotten():
-                with HostReadGuard(), recorder:
+                with HostReadGuard(refusals, assignments), recorder:
                     result = function()
+                refusals.raise_swallowed()
+                recorder.wait_for_collectives()
+                if assignments.restore(recorder.tape.created):
+                    refusals.refuse(
+                        "the function assigned .data of a tensor that existed before; a replay does not repeat that",
+                        "copy into the tensor (copy_), or assign before the captured call",
+                        where=assignments.where,
+                    )
                 tape = recorder.finish()
+        except BaseException as error:
+            assignments.restore(recorder.tape.created)
+            self._abandon(recorder)
+            if isinstance(error, RuntimeError) and not isinstance(error, CaptureError):
+                _explain(error)
+            raise
         finally:
             self._capturing_thread = None
             undo.restore()
@@ -149,6 +164,13 @@ class TapeEngine:
         recording = TapeRecording(self, tape, result)
         self._recordings.add(recording)
         return recording
+
+    @staticmethod
+    def _abandon(recorder: TapeRecorder) -> None:
+        # If a collective failed too nothing writes any more, and the first error is the one to report.
+        with suppress(RuntimeError):
+            recorder.wait_for_collectives()
+        recorder.forget()
 
     @contextmanager
     def capture_stream(self) -> Iterator[None]:
@@ -163,7 +185,25 @@ class TapeEngine:
         """Nothing to wait for."""
 
     def close(self) -> None:
-        """Close all recordings."""
+        """Close all recordings.
+
+        Raises:
+            LifecycleError: a capture is under way.
+        """
+        if self._capturing_thread is not None:
+            raise LifecycleError("the engine is capturing", fix="close it after the capture")
         self._is_closed = True
         for recording in list(self._recordings):
             recording.close()
+
+
+def _explain(error: RuntimeError) -> None:
+    """Raise a :class:`CaptureError` for what torch cannot do under a recorder. Other errors are the function's own."""
+    text = str(error).splitlines()[0] if str(error) else ""
+    if isinstance(error, NotImplementedError):
+        fix = "use operations on dense CPU tensors that torch implements"
+    elif "torch.compile" in text:
+        fix = "run compiled functions as they are while capturing: torch.compiler.set_stance('force_eager')"
+    else:
+        return
+    raise CaptureError(f"the tape cannot record this: {text}", where=str(user_line_of(error) or ""), fix=fix) from error

@@ -5,16 +5,21 @@ from __future__ import annotations
 import enum
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from graphstep.engine import torch_private
+
 
 class Replay(enum.Enum):
     """How a recorded call is repeated."""
 
-    SKIP = "nothing to do: a view of fixed storage, or memory without content"
+    VIEW = "nothing to do for a view of fixed storage; where it had to copy, as COPY"
+    NOTHING = "nothing to do: memory without content"
+    CONSTANT = "restore the content that the function brought with it"
     CALL = "call again: it writes into its own arguments"
     OUT = "call the out-variant on the recorded results"
     COPY = "call again and copy the results into the recorded ones"
@@ -34,12 +39,20 @@ class OperationTraits:
     out_arguments: frozenset[str] = frozenset()
     """Keyword arguments that the out-variant takes besides its outputs."""
     is_random: bool = False
+    is_composite: bool = False
+    """It is made of other operations; those are recorded."""
+    is_foreign: bool = False
+    """It is not one of ATen's: it may draw random numbers and write its arguments without saying so."""
     reads_host: bool = False
     """It hands a value of a tensor to the host."""
     has_dynamic_shape: bool = False
     """The shape of its result depends on values."""
     changes_storage: bool = False
     """It replaces or resizes the storage of an argument."""
+    changes_metadata: bool = False
+    """It changes the shape or strides of an argument in place."""
+    writes_index: bool = False
+    """It writes where an index says."""
 
 
 @dataclass(slots=True)
@@ -57,7 +70,9 @@ class OperationTable:
 
 
 COLLECTIVE_NAMESPACES = frozenset({"c10d", "_c10d_functional", "c10d_functional"})
-_UNINITIALISED = frozenset(
+_TORCH_NAMESPACES = frozenset({"aten", "prims"})
+_LIFTS = frozenset({"aten::lift_fresh"})
+_WITHOUT_CONTENT = frozenset(
     {
         "aten::empty",
         "aten::empty_like",
@@ -65,8 +80,22 @@ _UNINITIALISED = frozenset(
         "aten::empty_permuted",
         "aten::new_empty",
         "aten::new_empty_strided",
+        "aten::_efficientzerotensor",
     }
 )
+_UNANNOTATED_WRITES = MappingProxyType(
+    {
+        # Running statistics, written in training mode. The schemas do not say so.
+        "aten::native_batch_norm": ("running_mean", "running_var"),
+        "aten::cudnn_batch_norm": ("running_mean", "running_var"),
+        "aten::miopen_batch_norm": ("running_mean", "running_var"),
+        "aten::batch_norm_update_stats": ("running_mean", "running_var"),
+        "aten::batch_norm_gather_stats": ("running_mean", "running_var"),
+        "aten::batch_norm_gather_stats_with_counts": ("running_mean", "running_var"),
+    }
+)
+_HOST_READERS = frozenset({"aten::_linalg_check_errors"})  # data-dependent, but without the tag
+_INDEX_WRITERS = frozenset({"aten::index_put", "aten::index_put_", "aten::_index_put_impl_", "aten::_unsafe_index_put"})
 _STORAGE_CHANGERS = frozenset({"aten::set_", "aten::resize_", "aten::resize_as_", "aten::_resize_output_"})
 _TENSOR_OPTIONS = frozenset({"dtype", "layout", "device", "pin_memory"})
 
@@ -74,28 +103,39 @@ _TENSOR_OPTIONS = frozenset({"dtype", "layout", "device", "pin_memory"})
 def _describe(operation: Any) -> OperationTraits:
     schema = operation._schema
     tags = frozenset(operation.tags)
-    written = tuple(
-        (position, argument.name)
-        for position, argument in enumerate(schema.arguments)
-        if argument.alias_info is not None and argument.alias_info.is_write
-    )
+    annotated = [a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+    unannotated = _UNANNOTATED_WRITES.get(schema.name, ())
+    is_collective = operation.namespace in COLLECTIVE_NAMESPACES
     facts: dict[str, Any] = {
         "name": f"{schema.name}.{schema.overload_name}" if schema.overload_name else schema.name,
-        "written": written,
+        "written": tuple(
+            (position, argument.name)
+            for position, argument in enumerate(schema.arguments)
+            if argument.name in annotated or argument.name in unannotated
+        ),
         "is_random": torch.Tag.nondeterministic_seeded in tags,
-        "reads_host": torch.Tag.data_dependent_output in tags,
+        "is_composite": torch_private.is_composite(operation),
+        "is_foreign": not is_collective and operation.namespace not in _TORCH_NAMESPACES,
+        "reads_host": torch.Tag.data_dependent_output in tags or schema.name in _HOST_READERS,
         "has_dynamic_shape": torch.Tag.dynamic_output_shape in tags,
         "changes_storage": schema.name in _STORAGE_CHANGERS,
+        "changes_metadata": torch.Tag.inplace_view in tags and schema.name != "aten::detach_",
+        "writes_index": schema.name in _INDEX_WRITERS,
     }
-    if operation.namespace in COLLECTIVE_NAMESPACES:
-        return OperationTraits(replay=Replay.COLLECTIVE, **facts)
-    if written:
-        return OperationTraits(replay=Replay.CALL, **facts)
-    is_view = any(argument.alias_info is not None for argument in schema.arguments)
-    if is_view or schema.name in _UNINITIALISED:
-        return OperationTraits(replay=Replay.SKIP, **facts)
-    # Random operations keep their own kernel: only that one is known to draw the same numbers in the same order.
-    if not facts["is_random"]:
+    has_views = any(argument.alias_info is not None for argument in schema.arguments)
+    replay = Replay.COPY
+    if is_collective:
+        replay = Replay.COLLECTIVE
+    elif annotated or not schema.returns:
+        replay = Replay.CALL
+    elif schema.name in _LIFTS:
+        replay = Replay.CONSTANT
+    elif schema.name in _WITHOUT_CONTENT:
+        replay = Replay.NOTHING
+    elif has_views:
+        replay = Replay.VIEW
+    elif not facts["is_random"]:
+        # Random operations keep their own kernel: only that one is known to draw the same numbers in the same order.
         found = _out_variant(operation)
         if found is not None:
             variant, out_names = found
@@ -103,7 +143,7 @@ def _describe(operation: Any) -> OperationTraits:
             return OperationTraits(
                 replay=Replay.OUT, out_variant=variant, out_names=out_names, out_arguments=accepted, **facts
             )
-    return OperationTraits(replay=Replay.COPY, **facts)
+    return OperationTraits(replay=replay, **facts)
 
 
 def _out_variant(operation: Any) -> tuple[Any, tuple[str, ...]] | None:

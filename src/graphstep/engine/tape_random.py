@@ -41,7 +41,10 @@ class GeneratorTrack:
 
     def __post_init__(self) -> None:
         self.initial = self.generator.get_state()
-        self._expected = _key(self.initial)
+        # The capture begins one draw later, in a state that no seed leads to and that nobody kept: whatever the
+        # function sets the generator to from outside is then told apart from a rewind to its own beginning.
+        torch.empty(1).uniform_(generator=self.generator)
+        self._expected = _key(self.generator.get_state())
         self._marks = {self._expected: _Mark(position=0)}
 
     def rewind_before(self) -> Callable[[], None] | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -12,20 +12,19 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphstep.engine import torch_private
-from graphstep.engine.host_reads import host_read_error
+from graphstep.engine.foreign import InsideKernel
+from graphstep.engine.refusals import Refusals
 from graphstep.engine.tape_ops import (
     OperationTable,
     OperationTraits,
     Replay,
     has_boolean_index,
-    replace_tensors,
     tensors_in,
     written_tensors,
 )
 from graphstep.engine.tape_random import GeneratorTrack
+from graphstep.engine.tape_steps import Step, restore_constant, step_for, waits_for
 from graphstep.engine.undo import UndoLog
-from graphstep.engine.user_frame import user_line
-from graphstep.errors import CaptureError
 
 _IGNORED_NAMESPACES = frozenset({"profiler", "prim"})
 
@@ -34,13 +33,17 @@ _IGNORED_NAMESPACES = frozenset({"profiler", "prim"})
 class Tape:
     """What a recorder leaves: steps to run in order, and the storages they work on."""
 
-    steps: list[Callable[[], Any]] = field(default_factory=list)
+    steps: list[Step] = field(default_factory=list)
     external: dict[int, Tensor] = field(default_factory=dict)
     """Storages that existed before, by key: one tensor over each."""
     written: set[int] = field(default_factory=set)
     """Keys of the external storages that the steps write."""
     created: dict[int, Tensor] = field(default_factory=dict)
     """Storages that the recording allocated, by key."""
+    starts_with_grad: bool = False
+    """Grad mode of the first step. Some kernels ask for it."""
+    default_dtype: torch.dtype = torch.float32
+    """Process-wide default at the first step."""
 
     @property
     def nbytes(self) -> int:
@@ -52,28 +55,46 @@ class TapeRecorder(TorchDispatchMode):
     """Runs operations as they come and appends each to a tape.
 
     Recorded tensors are detached aliases made at dispatch: a later ``.data =`` of the user leaves them alone.
+
+    Args:
+        generators: named generators that the function may draw from; the default one is always known.
     """
 
-    def __init__(self, table: OperationTable, undo: UndoLog) -> None:
+    supports_higher_order_operators = True
+
+    def __init__(
+        self, table: OperationTable, undo: UndoLog, refusals: Refusals, generators: Sequence[torch.Generator]
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.tape = Tape()
+        self.tape = Tape(starts_with_grad=torch.is_grad_enabled(), default_dtype=torch.get_default_dtype())
         self._table = table
         self._undo = undo
-        self._tracks: dict[int, GeneratorTrack] = {}
+        self._refusals = refusals
         self._default_generator = torch.default_generator
-        self._track(self._default_generator)
+        known = (self._default_generator, *(g for g in generators if g.device.type == "cpu"))
+        self._tracks = {torch_private.generator_key(generator): GeneratorTrack(generator) for generator in known}
+        self._constants: set[int] = set()
+        self._borrowed: set[int] = set()
+        self._grad_enabled = self.tape.starts_with_grad
+        self._default_dtype = self.tape.default_dtype
+        self._pending: list[Step] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if torch_private.unwraps_itself(types):
             return NotImplemented  # A wrapper unwraps itself; its inner operations come back here.
+        if isinstance(func, torch._ops.HigherOrderOperator):
+            return self._divide(torch_private.dense_kernel(func), func.name(), args, kwargs)
         if func.namespace in _IGNORED_NAMESPACES:
             return func(*args, **kwargs)
         traits = self._table.of(func)
+        if traits.is_composite:
+            return self._divide(func.decompose, traits.name, args, kwargs)
         self._refuse(traits, args, kwargs)
+        self._follow_settings()
         track = self._before_random(traits, args, kwargs)
         given = self._note_inputs(traits, args, kwargs)
-        result = func(*args, **kwargs)
+        result = self._run(func, traits, args, kwargs)
         self._append(func, traits, args, kwargs, result, given)
         if track is not None:
             track.drawn(len(self.tape.steps))
@@ -97,96 +118,184 @@ class TapeRecorder(TorchDispatchMode):
         for track in self._tracks.values():
             track.restore_initial()
 
+    def wait_for_collectives(self) -> None:
+        """Wait for collectives that the function started: they may still write."""
+        while self._pending:
+            self._pending.pop()()
+
+    def forget(self) -> None:
+        """Let go of all tensors, after a failure: the error may be kept for long and keeps this object."""
+        self.tape = Tape()
+
     # ----- before the operation runs
+
+    def _divide(self, kernel: Any, name: str, args: Any, kwargs: Any) -> Any:
+        """Run an operation that is made of others, and record those."""
+        if kernel is None:
+            self._refusals.refuse(f"the tape cannot record {name}", "call a plain implementation of it")
+        with self:
+            return kernel(*args, **kwargs)
 
     def _refuse(self, traits: OperationTraits, args: Any, kwargs: Any) -> None:
         if traits.reads_host:
-            raise host_read_error(traits.name, "keep the value in a tensor, or read it after the replay")
+            self._refusals.host_read(traits.name, "keep the value in a tensor, or read it after the replay")
         if traits.changes_storage:
-            raise CaptureError(
+            self._refusals.refuse(
                 f"{traits.name} replaces or resizes the storage of a tensor; a graph works on fixed storages",
-                where=str(user_line() or ""),
-                fix="allocate the tensor at its final size before the captured call and write into it",
+                "allocate the tensor at its final size before the captured call and write into it",
             )
         if traits.has_dynamic_shape and _shape_depends_on_values(traits, args, kwargs):
-            raise CaptureError(
+            self._refusals.refuse(
                 f"{traits.name} has a result whose shape depends on values",
-                where=str(user_line() or ""),
-                fix="use torch.where or a multiplication by the mask, or an explicit size (output_size=)",
+                "use torch.where or a multiplication by the mask, or an explicit size (output_size=)",
+            )
+        if traits.writes_index and has_boolean_index(args) and not self._fills_with_constant(args):
+            self._refusals.refuse(
+                f"{traits.name} with a mask writes as many entries as the mask has set",
+                "use torch.where, masked_fill_ or masked_scatter_",
+            )
+        if traits.changes_metadata and torch_private.storage_key(args[0]) not in self.tape.created:
+            self._refusals.refuse(
+                f"{traits.name} changes the shape of a tensor from outside the captured function; a replay would not",
+                "use the form that returns a view, such as t() for t_()",
             )
 
+    def _fills_with_constant(self, args: Any) -> bool:
+        """``x[mask] = 1.0``: one number from Python needs no count, on a GPU neither."""
+        value, accumulates = args[2], len(args) > 3 and args[3]
+        return value.numel() == 1 and torch_private.storage_key(value) in self._constants and not accumulates
+
+    def _follow_settings(self) -> None:
+        """Repeat changes of the settings that operations look up."""
+        if torch.is_grad_enabled() != self._grad_enabled:
+            self._grad_enabled = torch.is_grad_enabled()
+            self.tape.steps.append(partial(torch.set_grad_enabled, self._grad_enabled))
+        if torch.get_default_dtype() != self._default_dtype:
+            self._default_dtype = torch.get_default_dtype()
+            self.tape.steps.append(partial(torch.set_default_dtype, self._default_dtype))
+
     def _before_random(self, traits: OperationTraits, args: Any, kwargs: Any) -> GeneratorTrack | None:
-        if not traits.is_random:
+        if not traits.is_random and not traits.is_foreign:
             return None
         named = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Generator)]
-        track = self._track(named[0] if named else self._default_generator)
+        track = self._tracks.get(torch_private.generator_key(named[0] if named else self._default_generator))
+        if track is None:
+            self._refusals.refuse(
+                f"{traits.name} draws from a generator that the capture does not know",
+                "pass the generator to the capture (generators=...)",
+            )
         self._append_rewind(track)
         return track
-
-    def _track(self, generator: torch.Generator) -> GeneratorTrack:
-        return self._tracks.setdefault(id(generator), GeneratorTrack(generator))
 
     def _append_rewind(self, track: GeneratorTrack) -> None:
         try:
             rewind = track.rewind_before()
-        except LookupError as error:
-            raise CaptureError(
+        except LookupError:
+            self._refusals.refuse(
                 "a random generator was reseeded inside the captured function; a replay would repeat the same numbers",
-                where=str(user_line() or ""),
-                fix="seed before the captured call",
-            ) from error
+                "seed before the captured call",
+            )
         if rewind is not None:
             self.tape.steps.append(rewind)
 
     def _note_inputs(self, traits: OperationTraits, args: Any, kwargs: Any) -> set[int]:
         given = set()
         for tensor in tensors_in([*args, *kwargs.values()]):
-            key = torch_private.storage_key(tensor)
+            key = self._key(traits, tensor)
             given.add(key)
-            if key not in self.tape.created and key not in self.tape.external:
-                self.tape.external[key] = tensor.detach()
+            if key in self.tape.created or key in self.tape.external:
+                continue
+            alias = torch_private.plain_alias(tensor)
+            if traits.replay is Replay.CONSTANT and alias.untyped_storage().resizable():
+                # Made from Python values: memory of the function's own, filled anew in each eager run.
+                self.tape.created[key] = alias
+                self.tape.steps.append(restore_constant(alias))
+                self._constants.add(key)
+            else:
+                self.tape.external[key] = alias
+                if traits.replay is Replay.CONSTANT:
+                    self._borrowed.add(key)
+        return given
+
+    def _key(self, traits: OperationTraits, tensor: Tensor) -> int:
+        if not torch_private.has_plain_memory(tensor):
+            self._refusals.refuse(
+                f"{traits.name} works on a tensor that is sparse, nested, quantised or opaque: a replay has no fixed "
+                "memory to write it to",
+                "use dense tensors in the captured function",
+            )
+        return torch_private.storage_key(tensor)
+
+    def _save_writes(self, traits: OperationTraits, args: Any, kwargs: Any) -> list[Tensor]:
+        """Keep memory from before that the operation is about to write; returns the tensors that lie in it."""
+        outside = []
         for tensor in written_tensors(traits, args, kwargs):
             key = torch_private.storage_key(tensor)
+            if key in self._borrowed:
+                self._refusals.refuse(
+                    f"{traits.name} writes to memory that torch does not own, such as an array of numpy",
+                    "copy the array into a tensor before the captured call",
+                )
             if key not in self.tape.created:
+                outside.append(tensor)
                 self._undo.save(tensor)
                 self.tape.written.add(key)
-        return given
+        return outside
+
+    def _save_all(self, args: Any, kwargs: Any) -> list[Tensor]:
+        """Keep all arguments of an operation that may write without saying so; returns those kept just now."""
+        new = []
+        for tensor in tensors_in([*args, *kwargs.values()]):
+            key = torch_private.storage_key(tensor)
+            if key not in self.tape.created and key not in self._undo:
+                self._undo.save(tensor)
+                new.append(tensor)
+        return new
+
+    # ----- while it runs
+
+    def _run(self, func: Any, traits: OperationTraits, args: Any, kwargs: Any) -> Any:
+        if traits.is_foreign and not traits.written:
+            suspects = self._save_all(args, kwargs)
+            result = self._call(func, traits, args, kwargs)
+            changed = [tensor for tensor in suspects if not self._undo.drop_unchanged(tensor)]
+            self.tape.written.update(torch_private.storage_key(tensor) for tensor in changed)
+            return result
+        outside = self._save_writes(traits, args, kwargs)
+        places = [(t.untyped_storage(), t.storage_offset(), t.shape, t.stride()) for t in outside]
+        result = self._call(func, traits, args, kwargs)
+        for tensor, place in zip(outside, places, strict=True):
+            if tensor.shape != place[2]:
+                tensor.set_(*place)
+                self._refusals.refuse(
+                    f"{traits.name} resizes a tensor from outside the captured function from {tuple(place[2])}",
+                    "give it its final shape before the captured call",
+                )
+        return result
+
+    def _call(self, func: Any, traits: OperationTraits, args: Any, kwargs: Any) -> Any:
+        if not traits.is_foreign:
+            return func(*args, **kwargs)
+        with InsideKernel(self._refuse, self._table):
+            return torch_private.call_kernel(func, args, kwargs)
 
     # ----- after it ran
 
     def _append(self, func: Any, traits: OperationTraits, args: Any, kwargs: Any, result: Any, given: set[int]) -> None:
         fresh = []
         for tensor in tensors_in(result):
-            key = torch_private.storage_key(tensor)
+            key = self._key(traits, tensor)
             if key in given:
                 continue
-            alias = tensor.detach()
-            if key in self.tape.external:
-                fresh.append(alias)  # A result in memory that existed before: a constant the operation looked up.
-                continue
-            self.tape.created.setdefault(key, alias)
+            alias = torch_private.plain_alias(tensor)
             fresh.append(alias)
-        if traits.replay is Replay.SKIP:
-            return
-        fixed_args = replace_tensors(tuple(args), _alias)
-        fixed_kwargs = {name: replace_tensors(value, _alias) for name, value in kwargs.items()}
-        step: Callable[[], Any]
+            if key not in self.tape.external:  # Else a constant that the operation looked up.
+                self.tape.created.setdefault(key, alias)
         if traits.replay is Replay.COLLECTIVE:
-            step = partial(_collective, func, fixed_args, fixed_kwargs, fresh)
-        elif traits.replay is Replay.CALL:
-            step = partial(func, *fixed_args, **fixed_kwargs)
-            if fresh:
-                step = partial(_copy_results, func, fixed_args, fixed_kwargs, fresh)
-        elif not fresh:
-            # An operation without annotations returned its argument: in ATen that is a view, elsewhere it wrote it.
-            if func.namespace == "aten":
-                return
-            step = partial(func, *fixed_args, **fixed_kwargs)
-        elif traits.replay is Replay.OUT and len(fresh) == len(traits.out_names):
-            step = _out_step(traits, fixed_args, fixed_kwargs, fresh)
-        else:
-            step = partial(_copy_results, func, fixed_args, fixed_kwargs, fresh)
-        self.tape.steps.append(step)
+            self._pending.extend(waits_for(result))
+        step = step_for(func, traits, args, kwargs, fresh)
+        if step is not None:
+            self.tape.steps.append(step)
 
 
 def _shape_depends_on_values(traits: OperationTraits, args: Any, kwargs: Any) -> bool:
@@ -195,34 +304,3 @@ def _shape_depends_on_values(traits: OperationTraits, args: Any, kwargs: Any) ->
     if traits.name.startswith("aten::repeat_interleave"):
         return kwargs.get("output_size") is None
     return True
-
-
-def _alias(tensor: Tensor) -> Tensor:
-    return tensor.detach()
-
-
-def _out_step(traits: OperationTraits, args: Any, kwargs: Any, fresh: list[Tensor]) -> Callable[[], Any]:
-    accepted = {name: value for name, value in kwargs.items() if name in traits.out_arguments}
-    outs = dict(zip(traits.out_names, fresh, strict=True))
-    return partial(traits.out_variant, *args, **accepted, **outs)
-
-
-def _new_tensors(result: Any, args: Any, kwargs: Any) -> list[Tensor]:
-    given = {torch_private.storage_key(t) for t in tensors_in([*args, *kwargs.values()])}
-    return [t for t in tensors_in(result) if torch_private.storage_key(t) not in given]
-
-
-def _copy_results(func: Any, args: Any, kwargs: Any, recorded: list[Tensor]) -> None:
-    for target, value in zip(recorded, _new_tensors(func(*args, **kwargs), args, kwargs), strict=True):
-        target.copy_(value)
-
-
-def _collective(func: Any, args: Any, kwargs: Any, recorded: list[Tensor]) -> None:
-    result = func(*args, **kwargs)
-    for item in result if isinstance(result, tuple) else (result,):
-        if torch_private.work_is_pending(item):
-            item.wait()
-    if not recorded:
-        return
-    for target, value in zip(recorded, _new_tensors(result, args, kwargs), strict=True):
-        target.copy_(torch.ops._c10d_functional.wait_tensor(value))

@@ -20,7 +20,8 @@ def storage_key(tensor: Tensor) -> int:
 
     Unlike an address it also tells empty storages apart.
     """
-    storage = tensor.untyped_storage()
+    with torch._C.DisableTorchFunction():
+        storage = tensor.untyped_storage()
     key = getattr(storage, "_cdata", None)
     return int(key) if key is not None else storage.data_ptr()
 
@@ -37,6 +38,42 @@ def post_accumulate_hooks(parameter: Tensor) -> tuple[Any, ...]:
     return tuple((getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values())
 
 
+def plain_alias(tensor: Tensor) -> Tensor:
+    """A detached tensor over the same memory, of the plain class: no function mode and no subclass hears of it."""
+    with torch._C.DisableTorchFunction():
+        return tensor.detach()
+
+
+def generator_key(generator: torch.Generator) -> int:
+    """Identity of a generator: operations are handed another Python object than the one that the user made."""
+    return int(getattr(generator, "_cdata", id(generator)))
+
+
+def is_composite(operation: Any) -> bool:
+    """True for an operation that is made of others. Below autograd (inference mode) it is dispatched undivided."""
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    name = operation.name()
+    return bool(has_kernel(name, "CompositeImplicitAutograd")) and not has_kernel(name, "CPU")
+
+
+def call_kernel(operation: Any, args: Any, kwargs: Any) -> Any:
+    """Call an operation's CPU kernel itself: unlike a plain call this lets the active modes see what it does inside."""
+    if torch._C._dispatch_has_computed_kernel_for_dispatch_key(operation.name(), "CPU"):
+        return operation._op_dk(torch._C.DispatchKey.CPU, *args, **kwargs)
+    return operation(*args, **kwargs)
+
+
+def dense_kernel(operation: Any) -> Any:
+    """The plain implementation of a higher-order operator, or ``None``."""
+    kernels = getattr(operation, "py_kernels", {})
+    return kernels.get(torch._C.DispatchKey.CompositeExplicitAutograd)
+
+
+def has_plain_memory(tensor: Tensor) -> bool:
+    """True for a tensor that is one strided piece of memory: not sparse, nested, quantised or opaque."""
+    return tensor.layout is torch.strided and not tensor.is_quantized and not tensor.is_nested
+
+
 class WeakStorage:
     """Holds a storage's identity without its memory: as long as this lives, no other storage gets the same key."""
 
@@ -51,13 +88,18 @@ class WeakStorage:
 def below_autograd() -> Iterator[None]:
     """Run ATen operations directly: no autograd, no version counting, no autocast.
 
-    Falls back to ``no_grad`` and a disabled autocast, which differ only in speed and in bumping version counters.
+    Tensors made in inference mode can be written there. Falls back to ``no_grad`` and a disabled autocast, which differ
+    in speed, in bumping version counters and in refusing to write such tensors.
     """
     below = getattr(torch._C, "_AutoDispatchBelowAutograd", None)
+    exclude = getattr(torch._C, "_ExcludeDispatchKeyGuard", None)
     no_autocast = getattr(torch._C, "_DisableAutocast", None)
     with (
         torch.no_grad(),
         below() if below is not None else nullcontext(),
+        exclude(torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView))
+        if exclude is not None
+        else nullcontext(),
         no_autocast() if no_autocast is not None else torch.autocast("cpu", enabled=False),
     ):
         yield

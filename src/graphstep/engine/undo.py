@@ -38,6 +38,14 @@ class UndoLog:
             content = _all_bytes(tensor)
             self._saved[key] = (content, content.clone())
 
+    def drop_unchanged(self, tensor: Tensor) -> bool:
+        """Forget the copy of the tensor's storage if the storage still has that content; tells whether it has."""
+        key = torch_private.storage_key(tensor)
+        is_unchanged = _same_bytes(*self._saved[key])
+        if is_unchanged:
+            del self._saved[key]
+        return is_unchanged
+
     def restore(self) -> None:
         """Write the kept contents back where they differ, then forget them."""
         for content, copy in self._saved.values():

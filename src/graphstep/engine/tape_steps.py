@@ -1,0 +1,120 @@
+"""The steps of a tape: how one recorded call is repeated on the same storages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from graphstep.engine import torch_private
+from graphstep.engine.tape_ops import OperationTraits, Replay, replace_tensors, tensors_in
+from graphstep.errors import CaptureError
+
+Step = Callable[[], Any]
+
+
+def step_for(
+    func: Any, traits: OperationTraits, args: Sequence[Any], kwargs: dict[str, Any], fresh: Sequence[Tensor]
+) -> Step | None:
+    """What a replay has to do for a call that has just run, or ``None``.
+
+    Args:
+        fresh: those of its results that do not lie in the memory of an argument.
+    """
+    has_content = not fresh or any(tensor.device.type != "meta" for tensor in fresh)
+    if traits.replay is Replay.NOTHING or traits.changes_metadata or not has_content:
+        return None
+    call = partial(
+        func,
+        *replace_tensors(tuple(args), torch_private.plain_alias),
+        **{name: replace_tensors(value, torch_private.plain_alias) for name, value in kwargs.items()},
+    )
+    if traits.replay is Replay.COLLECTIVE:
+        return partial(_collective, call, traits.name, fresh)
+    if traits.replay is Replay.CALL and not fresh:
+        return call
+    if not fresh:
+        # Without annotations it returned its argument: in ATen that is a view, elsewhere it wrote it.
+        return call if traits.is_foreign else None
+    if traits.replay is Replay.OUT and len(fresh) == len(traits.out_names) and not any(map(_repeated, fresh)):
+        accepted = {name: value for name, value in call.keywords.items() if name in traits.out_arguments}
+        outs = dict(zip(traits.out_names, fresh, strict=True))
+        variant = partial(traits.out_variant, *call.args, **accepted, **outs)
+        return partial(_write_out, variant, traits.name, [(out, out.shape) for out in fresh])
+    return partial(_copy_results, _fix_dtype(func, call, fresh), traits.name, fresh)
+
+
+def restore_constant(content: Tensor) -> Step:
+    """A step that brings a constant of the function back to what it is now, in case the function writes to it."""
+    return partial(content.copy_, content.clone())
+
+
+def _write_out(variant: Step, name: str, outs: Sequence[tuple[Tensor, torch.Size]]) -> None:
+    variant()
+    for out, shape in outs:
+        if out.shape != shape:
+            raise _changed(name, f"shape from {tuple(shape)} to {tuple(out.shape)}")
+
+
+def _copy_results(call: partial[Any], name: str, recorded: Sequence[Tensor]) -> None:
+    _write(name, recorded, _new_tensors(call(), call))
+
+
+def waits_for(result: Any) -> list[Step]:
+    """Calls that wait for a collective, given what it returned."""
+    items = result if isinstance(result, tuple) else (result,)
+    works = [item for item in items if torch_private.work_is_pending(item)]
+    if works:
+        return [work.wait for work in works]
+    return [partial(torch.ops._c10d_functional.wait_tensor, tensor) for tensor in tensors_in(result)]
+
+
+def _collective(call: partial[Any], name: str, recorded: Sequence[Tensor]) -> None:
+    result = call()
+    for wait in waits_for(result):
+        wait()
+    if recorded:
+        _write(name, recorded, _new_tensors(result, call))
+
+
+def _new_tensors(result: Any, call: partial[Any]) -> list[Tensor]:
+    given = {torch_private.storage_key(tensor) for tensor in tensors_in([*call.args, *call.keywords.values()])}
+    return [tensor for tensor in tensors_in(result) if torch_private.storage_key(tensor) not in given]
+
+
+def _write(name: str, recorded: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+    if len(recorded) != len(values):
+        raise _changed(name, f"number of new results from {len(recorded)} to {len(values)}")
+    for target, value in zip(recorded, values, strict=True):
+        if target.shape != value.shape or target.dtype != value.dtype:
+            raise _changed(
+                name, f"result from {tuple(target.shape)} {target.dtype} to {tuple(value.shape)} {value.dtype}"
+            )
+        for dimension in _repeated(target):
+            # Entries that share memory are written once.
+            target, value = target.narrow(dimension, 0, 1), value.narrow(dimension, 0, 1)  # noqa: PLW2901
+        target.copy_(value)
+
+
+def _repeated(tensor: Tensor) -> list[int]:
+    """Dimensions along which all entries are the same memory."""
+    return [d for d, stride in enumerate(tensor.stride()) if stride == 0 and tensor.shape[d] > 1]
+
+
+def _fix_dtype(func: Any, call: partial[Any], fresh: Sequence[Tensor]) -> partial[Any]:
+    """Make a factory's dtype explicit: the default dtype of the process may be another when it is replayed."""
+    names = {argument.name for argument in func._schema.arguments}
+    if {"dtype", "layout", "device"} <= names and len(fresh) == 1 and call.keywords.get("dtype") is None:
+        return partial(call, dtype=fresh[0].dtype)
+    return call
+
+
+def _changed(name: str, what: str) -> CaptureError:
+    return CaptureError(
+        f"{name} changed its {what} in a replay; the replay is incomplete",
+        where=name,
+        fix="capture again for these inputs, or keep shapes independent of values",
+    )
