@@ -1,0 +1,299 @@
+"""The arms: ways to run the same step. A new arm is one class and one entry in ``ARMS``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, ClassVar, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from common.case import Case, Gradients, StepBatches, zeroing_step
+from common.clocks import seconds_of
+from graphstep.config import CudaGraphConfig, CudaGraphImpl
+from graphstep.models import GPTModel
+from graphstep.strategies import ForwardBackward, Strategy, build_strategy
+
+
+class Arm(Protocol):
+    """One way to run the step. NEW -> BUILT -> CLOSED: ``build`` once, ``step`` any number of times, ``close`` last."""
+
+    name: ClassVar[str]
+    """As on the command line and in results."""
+    is_ours: ClassVar[bool]
+    """Part of the project: its failure is a failure of the benchmark."""
+    capture_seconds: float | None
+    """After ``build``: time of capture or compilation alone; None where there is neither."""
+
+    def why_not(self, case: Case) -> str | None:
+        """Why the arm cannot run here, or None. Asked before ``build``; builds nothing."""
+
+    def build(self, case: Case) -> None:
+        """Copy the model and get ready: afterwards a step is a steady one, captured or compiled."""
+
+    def step(self, batches: StepBatches) -> Tensor:
+        """Zero grads, forward and backward; does not wait for the device. Returns losses [num_microbatches], fp32."""
+
+    def gradients(self) -> Gradients:
+        """Where the gradients of the last step are."""
+
+    def details(self) -> dict[str, Any]:
+        """What a reader should know of how it ran (regions, replays, graph breaks), as plain data."""
+
+    def close(self) -> None:
+        """Free everything, also after a failed ``build``. May be called twice."""
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """What every arm is made of."""
+
+    model: GPTModel
+    gradients: Gradients
+    function: ForwardBackward
+
+
+class EagerArm:
+    """The step as it is, uncaptured."""
+
+    name: ClassVar[str] = "eager"
+    is_ours: ClassVar[bool] = True
+
+    def __init__(self) -> None:
+        self.capture_seconds: float | None = None
+        self._made: _Parts | None = None
+
+    def why_not(self, case: Case) -> str | None:
+        """Runs everywhere."""
+        del case
+        return None
+
+    def build(self, case: Case) -> None:
+        """Copy the model; run a step, so that libraries set themselves up."""
+        self._make(case)
+        self.step(case.batches(0))
+
+    def step(self, batches: StepBatches) -> Tensor:
+        """Run the function."""
+        return self._run(batches, self._parts.model)
+
+    def gradients(self) -> Gradients:
+        """Those of the copy of the model."""
+        return self._parts.gradients
+
+    def details(self) -> dict[str, Any]:
+        """Nothing to tell."""
+        return {}
+
+    def close(self) -> None:
+        """Let go of the copy of the model."""
+        if self._made is not None:
+            self._made.gradients.close()
+            self._made = None
+
+    @property
+    def _parts(self) -> _Parts:
+        if self._made is None:
+            raise RuntimeError(f"arm {self.name} is not built, or closed")
+        return self._made
+
+    def _make(self, case: Case) -> _Parts:
+        model = case.new_model()
+        gradients = case.new_gradients(model)
+        self._made = _Parts(model, gradients, zeroing_step(gradients))
+        return self._made
+
+    def _run(self, batches: StepBatches, model: nn.Module) -> Tensor:
+        return self._parts.function(data_iterator=iter(batches), model=model, num_microbatches=len(batches))
+
+
+class StrategyArm(EagerArm):
+    """A strategy of the project around the function; on the CPU with the tape engine."""
+
+    impl: ClassVar[CudaGraphImpl]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._strategy: Strategy | None = None
+
+    def build(self, case: Case) -> None:
+        """Run the strategy's warmup steps, and the one or two in which it captures."""
+        parts = self._make(case)
+        graphs = CudaGraphConfig(impl=self.impl)
+        self._strategy = build_strategy(
+            graphs, model=parts.model, forward_backward_func=parts.function, device=case.device
+        )
+        for index in range(graphs.warmup_steps + 2):
+            self.step(case.batches(index))
+        self.capture_seconds = self._strategy.report().capture_seconds
+
+    def step(self, batches: StepBatches) -> Tensor:
+        """Run the step through the strategy."""
+        if self._strategy is None:
+            raise RuntimeError(f"arm {self.name} is not built, or closed")
+        losses = self._strategy.forward_backward(data_iterator=iter(batches), num_microbatches=len(batches))
+        self._strategy.end_step()
+        return losses
+
+    def details(self) -> dict[str, Any]:
+        """The strategy's report, summed over its regions."""
+        if self._strategy is None:
+            return {}
+        report = self._strategy.report()
+        eager_calls: dict[str, int] = {}
+        for row in report.rows:
+            for reason, count in row.eager_calls.items():
+                eager_calls[reason] = eager_calls.get(reason, 0) + count
+        return {
+            "engine": report.engine,
+            "num_regions": len(report.rows),
+            "num_recordings": report.num_recordings,
+            "num_operations": sum(row.num_operations for row in report.rows),
+            "num_replays": sum(row.num_replays for row in report.rows),
+            "eager_calls": eager_calls,
+            "pool_bytes": report.pool_bytes,
+            "static_bytes": sum(row.static_bytes for row in report.rows),
+        }
+
+    def close(self) -> None:
+        """Free the graphs, then the model."""
+        if self._strategy is not None:
+            self._strategy.close()
+            self._strategy = None
+        super().close()
+
+
+class FullIterationArm(StrategyArm):
+    """``full_iteration``: the whole function, zeroing included, is one graph."""
+
+    name: ClassVar[str] = "full_iteration"
+    impl: ClassVar[CudaGraphImpl] = CudaGraphImpl.full_iteration
+
+
+class LocalArm(StrategyArm):
+    """``local``: a pair of graphs for each whole layer; embedding, head, loss and zeroing are eager."""
+
+    name: ClassVar[str] = "local"
+    impl: ClassVar[CudaGraphImpl] = CudaGraphImpl.local
+
+
+class MakeGraphedCallablesArm(EagerArm):
+    """``torch.cuda.make_graphed_callables`` on the layers; everything else, accumulation included, is eager."""
+
+    name: ClassVar[str] = "make_graphed_callables"
+    is_ours: ClassVar[bool] = False
+
+    def why_not(self, case: Case) -> str | None:
+        """Needs CUDA graphs."""
+        return None if case.device.type == "cuda" else "needs a CUDA device"
+
+    def build(self, case: Case) -> None:
+        """Capture all layers in one call."""
+        model = self._make(case).model
+        tokens_BS = case.batches(0)[0]["tokens"]
+        with torch.no_grad():
+            hidden_BSH = model.embedding(tokens_BS)
+            context = () if model.rotary is None else model.rotary(tokens_BS.shape[1], hidden_BSH.dtype)
+        samples = tuple((torch.randn_like(hidden_BSH).requires_grad_(), *context) for _ in model.layers)
+        self.capture_seconds = seconds_of(
+            lambda: torch.cuda.make_graphed_callables(tuple(model.layers), samples), case.device
+        )
+        self.step(case.batches(0))
+
+
+class CompileArm(EagerArm):
+    """``torch.compile`` of the model, default mode; zeroing and accumulation are eager."""
+
+    name: ClassVar[str] = "compile"
+    is_ours: ClassVar[bool] = False
+    mode: ClassVar[str] = "default"
+    copies_loss: ClassVar[bool] = False
+    """Copy the loss of a microbatch out of memory that the next one overwrites."""
+    num_first_steps: ClassVar[int] = 2
+    """Steps until nothing is compiled or recorded any more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._compiled: nn.Module | None = None
+        self._counts: dict[str, int] = {}
+
+    def build(self, case: Case) -> None:
+        """Compile, and run the steps in which compilation happens."""
+        from torch._dynamo.utils import counters
+
+        counters.clear()
+        model = self._make(case).model
+        compiled: Any = torch.compile(model, mode=self.mode)  # a module, of a module
+        self._compiled = _CopiedLoss(compiled) if self.copies_loss and case.num_microbatches > 1 else compiled
+        self.capture_seconds = seconds_of(
+            lambda: [self.step(case.batches(index)) for index in range(self.num_first_steps)], case.device
+        )
+        self._counts = {
+            "graph_breaks": sum(counters["graph_break"].values()),
+            "cudagraph_skips": counters["inductor"]["cudagraph_skips"],
+        }
+
+    def step(self, batches: StepBatches) -> Tensor:
+        """Run the function on the compiled model."""
+        if self._compiled is None:
+            raise RuntimeError(f"arm {self.name} is not built, or closed")
+        return self._run(batches, self._compiled)
+
+    def details(self) -> dict[str, Any]:
+        """What hinders compilation."""
+        return {"mode": self.mode, **self._counts}
+
+    def close(self) -> None:
+        """Drop all that is compiled in this process, then the model."""
+        if self._compiled is not None:
+            self._compiled = None
+            torch.compiler.reset()
+        super().close()
+
+
+class CompileReduceOverheadArm(CompileArm):
+    """``torch.compile(mode="reduce-overhead")``: compiled, and replayed by Inductor's own CUDA graphs."""
+
+    name: ClassVar[str] = "compile_reduce_overhead"
+    mode: ClassVar[str] = "reduce-overhead"
+    copies_loss: ClassVar[bool] = True
+    num_first_steps: ClassVar[int] = 5
+
+    def why_not(self, case: Case) -> str | None:
+        """Needs CUDA graphs."""
+        return None if case.device.type == "cuda" else "needs a CUDA device"
+
+    def step(self, batches: StepBatches) -> Tensor:
+        """Tell Inductor that the last step's outputs are done with, then run."""
+        torch.compiler.cudagraph_mark_step_begin()
+        return super().step(batches)
+
+
+class _CopiedLoss(nn.Module):
+    """A model whose loss is a copy."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, tokens_BS: Tensor, labels_BS: Tensor) -> Tensor:
+        loss: Tensor = self.model(tokens_BS, labels_BS)
+        return loss.clone()
+
+
+ARMS: MappingProxyType[str, Callable[[], Arm]] = MappingProxyType(
+    {
+        arm.name: arm
+        for arm in (
+            EagerArm,
+            FullIterationArm,
+            LocalArm,
+            MakeGraphedCallablesArm,
+            CompileArm,
+            CompileReduceOverheadArm,
+        )
+    }
+)
+"""Every arm by name, in the order in which they run."""
