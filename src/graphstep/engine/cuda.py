@@ -19,7 +19,7 @@ from torch import Tensor
 from graphstep.engine import torch_private
 from graphstep.engine.ambient import casts_forgotten, collection_held
 from graphstep.engine.user_frame import user_line_of
-from graphstep.errors import CaptureError, ConfigError, LifecycleError, Problem
+from graphstep.errors import CaptureError, ConfigError, GraphstepError, LifecycleError, Problem
 
 
 class CudaRecording:
@@ -62,7 +62,7 @@ class CudaRecording:
         """
         if self._graph is None:
             raise LifecycleError("the recording is closed", fix="capture again before replaying")
-        if self._engine.is_capturing:
+        if torch.cuda.is_current_stream_capturing():  # By any engine: the stream is the thread's own.
             raise LifecycleError(
                 "a recording cannot be replayed inside a capture", fix="replay it before or after the captured function"
             )
@@ -135,11 +135,11 @@ class CudaEngine:
 
         Raises:
             CaptureError: an operation cannot be captured. The pool, the generators and the stream are as before.
-            LifecycleError: the engine is closed or already capturing.
+            LifecycleError: the engine is closed, or a capture is under way: in this engine, or in this thread.
         """
         if self._is_closed:
             raise LifecycleError("the engine is closed", fix="use a new session")
-        if self._capturing_thread is not None:
+        if self._capturing_thread is not None or torch.cuda.is_current_stream_capturing():
             raise LifecycleError("a capture is already under way", fix="capture one function at a time")
         self._prime()
         named = [generator for generator in generators if generator.device.type == "cuda"]
@@ -174,8 +174,8 @@ class CudaEngine:
             num_nodes = torch_private.capturing_node_count(self._stream)
         except BaseException as error:
             self._abandon(graph)
-            if isinstance(error, CaptureError) or not isinstance(error, Exception):
-                raise
+            if isinstance(error, GraphstepError) or not isinstance(error, RuntimeError):
+                raise  # The function's own error, or one that already says all.
             raise _explain(error) from error
         try:
             graph.capture_end()
@@ -231,9 +231,11 @@ class CudaEngine:
             yield
             return
         self._stream.wait_stream(outside)
-        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
-            yield
-        outside.wait_stream(self._stream)
+        try:
+            with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
+                yield
+        finally:
+            outside.wait_stream(self._stream)
 
     def borrowed_view(self, tensor: Tensor) -> Tensor:
         """A detached tensor over the same memory that does not keep it from the pool."""
@@ -244,7 +246,13 @@ class CudaEngine:
         torch.cuda.synchronize(self._device)
 
     def close(self) -> None:
-        """Wait for launched work, close all recordings, then let go of the pool."""
+        """Wait for launched work, close all recordings, then let go of the pool.
+
+        Raises:
+            LifecycleError: a capture is under way.
+        """
+        if self._capturing_thread is not None:
+            raise LifecycleError("the engine is capturing", fix="close it after the capture")
         if self._is_closed:
             return
         self._is_closed = True

@@ -58,7 +58,7 @@ class Engine(Protocol):
 
     @property
     def is_capturing(self) -> bool:
-        """True while :meth:`capture` runs."""
+        """True while :meth:`capture` runs, in the thread that runs it."""
 
     @property
     def pool_bytes(self) -> int:
@@ -73,7 +73,9 @@ class Engine(Protocol):
 
         Raises:
             CaptureError: an operation cannot be captured. Names the operation, the user's line and the way out.
-            LifecycleError: the engine is closed or already capturing.
+            LifecycleError: the engine is closed, or a capture is under way: in this engine, or in this thread.
+
+        Other errors of ``function`` pass through.
         """
 
     def capture_stream(self) -> AbstractContextManager[None]:
@@ -86,4 +88,8 @@ class Engine(Protocol):
         """Wait until the device is idle. Never called on the replay path."""
 
     def close(self) -> None:
-        """Close all recordings, then release the pool. May be called twice."""
+        """Close all recordings, then release the pool. May be called twice.
+
+        Raises:
+            LifecycleError: a capture is under way.
+        """
