@@ -141,7 +141,11 @@ class CudaEngine:
             raise LifecycleError("the engine is closed", fix="use a new session")
         if self._capturing_thread is not None or torch.cuda.is_current_stream_capturing():
             raise LifecycleError("a capture is already under way", fix="capture one function at a time")
-        self._prime()
+        with collection_held():
+            self._prime()
+            return self._capture(function, generators)
+
+    def _capture(self, function: Callable[[], Any], generators: Sequence[torch.Generator]) -> CudaRecording:
         named = [generator for generator in generators if generator.device.type == "cuda"]
         rollback = [(g, g.clone_state()) for g in (torch.cuda.default_generators[self._device.index], *named)]
         reserved_before = torch.cuda.memory_reserved(self._device)
@@ -152,7 +156,7 @@ class CudaEngine:
         try:
             # Outstanding work is drained first: a watchdog that polls an older event would break the capture.
             torch.cuda.synchronize(self._device)
-            with collection_held(), casts_forgotten(), self.capture_stream():
+            with casts_forgotten(), self.capture_stream():
                 result, num_nodes = self._capture_on_stream(graph, function)
         except BaseException:
             for generator, state in rollback:

@@ -135,11 +135,18 @@ class TapeEngine:
             raise LifecycleError("the engine is closed", fix="use a new session")
         if self._capturing_thread is not None or is_capturing_here():
             raise LifecycleError("a capture is already under way", fix="capture one function at a time")
+        with collection_held():
+            tape, result = self._record(function, generators)
+        recording = TapeRecording(self, tape, result)
+        self._recordings.add(recording)
+        return recording
+
+    def _record(self, function: Callable[[], Any], generators: Sequence[torch.Generator]) -> tuple[Tape, Any]:
         undo, refusals, assignments = UndoLog(), Refusals(), DataAssignments()
         recorder = TapeRecorder(self._table, undo, refusals, generators)
         self._capturing_thread = threading.get_ident()
         try:
-            with collection_held(), answers_as_capturing(lambda: self.is_capturing), casts_forgotten():
+            with answers_as_capturing(lambda: self.is_capturing), casts_forgotten():
                 with HostReadGuard(refusals, assignments), recorder:
                     result = function()
                 refusals.raise_swallowed()
@@ -150,7 +157,7 @@ class TapeEngine:
                         "copy into the tensor (copy_), or assign before the captured call",
                         where=assignments.where,
                     )
-                tape = recorder.finish()
+                return recorder.finish(), result
         except BaseException as error:
             assignments.restore(recorder.tape.created)
             self._abandon(recorder)
@@ -161,9 +168,6 @@ class TapeEngine:
             self._capturing_thread = None
             undo.restore()
             recorder.restore_generators()
-        recording = TapeRecording(self, tape, result)
-        self._recordings.add(recording)
-        return recording
 
     @staticmethod
     def _abandon(recorder: TapeRecorder) -> None:
