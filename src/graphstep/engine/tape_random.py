@@ -38,6 +38,7 @@ class GeneratorTrack:
     initial: torch.Tensor = field(init=False)
     _marks: dict[bytes, _Mark] = field(init=False)
     _expected: bytes = field(init=False)
+    has_drawn: bool = field(init=False, default=False)
 
     def __post_init__(self) -> None:
         self.initial = self.generator.get_state()
@@ -56,13 +57,16 @@ class GeneratorTrack:
         current = _key(self.generator.get_state())
         if current == self._expected:
             return None
-        mark = self._marks[current]
+        mark = self._marks.get(current)
+        if mark is None:
+            raise LookupError("a state that this capture has not seen")
         mark.is_wanted = True
         self._expected = current
         return lambda: mark.restore(self.generator)
 
     def drawn(self, position: int) -> None:
         """Note the state after a random operation; ``position`` is the number of recorded steps so far."""
+        self.has_drawn = True
         self._expected = _key(self.generator.get_state())
         self._marks.setdefault(self._expected, _Mark(position))
 

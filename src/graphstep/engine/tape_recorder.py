@@ -107,7 +107,8 @@ class TapeRecorder(TorchDispatchMode):
             CaptureError: a generator was reseeded inside the function.
         """
         for track in self._tracks.values():
-            self._append_rewind(track)
+            if track.has_drawn:  # Else it is not this capture's business: another thread may use the generator.
+                self._append_rewind(track)
         saves = [save for track in self._tracks.values() for save in track.saves()]
         for position, save in sorted(saves, key=lambda item: item[0], reverse=True):
             self.tape.steps.insert(position, save)
@@ -192,7 +193,8 @@ class TapeRecorder(TorchDispatchMode):
             rewind = track.rewind_before()
         except LookupError:
             self._refusals.refuse(
-                "a random generator was reseeded inside the captured function; a replay would repeat the same numbers",
+                "a random generator was reseeded inside the captured function (or another thread used it); "
+                "a replay would repeat the same numbers",
                 "seed before the captured call",
             )
         if rewind is not None:
