@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.engine.programs import run_replay
+from tests.engine.programs import Program, assert_replays_equal_eager, run_replay
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -72,6 +72,7 @@ ON_TAPE_ONLY: Mapping[str, Function] = {  # a GPU takes these, or cannot tell
     "as_tensor": lambda x, i: torch.as_tensor([x[0, 0]]),
     "new_tensor": lambda x, i: x.new_tensor([[x[0, 0]]]),
     "tensor_split": lambda x, i: x.tensor_split(i.sort().values),
+    "python_loop": lambda x, i: (x * 2).apply_(lambda value: value + 1),
     "transposed_in_place": lambda x, i: x.t_(),
 }
 
@@ -125,21 +126,45 @@ def test_the_tape_names_the_operation(tape: TapeEngine, name: str, operation: st
 
 class ReadsInBackward(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x: Tensor) -> Tensor:  # type: ignore[no-untyped-def]
+    def forward(ctx, x: Tensor, read: Function) -> Tensor:  # type: ignore[no-untyped-def]
+        ctx.read = read
         return x * 2
 
     @staticmethod
-    def backward(ctx, gradient: Tensor) -> Tensor:  # type: ignore[no-untyped-def]
-        return gradient * gradient.sum().item()
+    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[no-untyped-def]
+        ctx.read(gradient, None)
+        return gradient * 2, None
 
 
-def test_refused_in_the_backward_of_a_function(engine: Engine) -> None:
-    leaf = torch.ones(3, device=engine.device, requires_grad=True)
+BACKWARDS: Mapping[str, Function] = {
+    "method": lambda loss, leaf: loss.backward(),
+    "of_several": lambda loss, leaf: torch.autograd.backward([loss, loss * 2], [loss, loss]),
+    "to_inputs": lambda loss, leaf: loss.backward(inputs=[leaf]),
+    "grad": torch.autograd.grad,
+    "grad_by_name": lambda loss, leaf: torch.autograd.grad(outputs=[loss], inputs=[leaf], allow_unused=True),
+}
+
+
+@pytest.mark.parametrize("read", ["item", "tolist", "repr", "cpu", "if"])
+@pytest.mark.parametrize("how", BACKWARDS)
+def test_refused_in_the_backward_of_a_function(engine: Engine, how: str, read: str) -> None:
+    """Function modes are off while they handle ``backward``, so that these need care on the tape."""
+    leaf, reads = torch.ones(3, 3, device=engine.device, requires_grad=True), READS[read]
     with pytest.raises(CaptureError) as caught:
-        engine.capture(lambda: ReadsInBackward.apply(leaf).sum().backward())
-    line = ReadsInBackward.backward.__code__.co_firstlineno + 2
-    assert f"{__file__}:{line} in backward" in caught.value.where
+        engine.capture(lambda: BACKWARDS[how](ReadsInBackward.apply(leaf, reads).sum(), leaf))
+    assert f"{__file__}:{reads.__code__.co_firstlineno} in " in caught.value.where
     assert leaf.grad is None
+
+
+@pytest.mark.parametrize("how", BACKWARDS)
+def test_ways_to_run_backward_are_replayed(engine: Engine, how: str) -> None:
+    def build(device: torch.device) -> Program:
+        leaf = torch.randn(3, 3, device=device, requires_grad=True)
+        leaf.grad, heard = torch.zeros_like(leaf), torch.zeros_like(leaf)
+        leaf.register_hook(lambda gradient: heard.add_(gradient).clone())
+        return Program(lambda: BACKWARDS[how]((leaf**3).sum(), leaf), [leaf], [leaf.grad, heard])
+
+    assert_replays_equal_eager(engine, build)
 
 
 def test_refused_in_a_hook(engine: Engine) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from graphstep.engine.assignments import DataAssignments
+from graphstep.engine.backward_calls import through_edges
 from graphstep.engine.refusals import Refusals
 from graphstep.engine.tape_ops import tensors_in
 
@@ -29,6 +30,9 @@ _METHODS = MappingProxyType(
         "storage": "use the tensor itself",
         "__reduce_ex__": "save or send the tensor after the replay",
         "__deepcopy__": "use clone()",
+        "apply_": _OUT_OF_TORCH,
+        "map_": _OUT_OF_TORCH,
+        "map2_": _OUT_OF_TORCH,
     }
 )
 _BUILDERS = frozenset({torch.tensor, torch.as_tensor, torch.asarray, Tensor.new_tensor})
@@ -79,6 +83,10 @@ class HostReadGuard(TorchFunctionMode):
             encoded = _one_hot_without_reading(*args, **kwargs)
             if encoded is not None:
                 return encoded
+        backward = through_edges(func, args, kwargs)
+        if backward is not None:
+            with self:
+                return backward()
         return func(*args, **kwargs)
 
     def _refuse_values_of_tensors(self, name: str, func: Any, args: Any, kwargs: Any) -> None:

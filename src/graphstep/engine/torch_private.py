@@ -58,8 +58,10 @@ def is_composite(operation: Any) -> bool:
 
 def call_kernel(operation: Any, args: Any, kwargs: Any) -> Any:
     """Call an operation's CPU kernel itself: unlike a plain call this lets the active modes see what it does inside."""
-    if torch._C._dispatch_has_computed_kernel_for_dispatch_key(operation.name(), "CPU"):
-        return operation._op_dk(torch._C.DispatchKey.CPU, *args, **kwargs)
+    for key in ("CPU", "CompositeExplicitAutograd"):
+        # Only a key for which the kernel was registered itself: others crash the process.
+        if torch._C._dispatch_has_kernel_for_dispatch_key(operation.name(), key):
+            return operation._op_dk(getattr(torch._C.DispatchKey, key), *args, **kwargs)
     return operation(*args, **kwargs)
 
 
@@ -67,6 +69,12 @@ def dense_kernel(operation: Any) -> Any:
     """The plain implementation of a higher-order operator, or ``None``."""
     kernels = getattr(operation, "py_kernels", {})
     return kernels.get(torch._C.DispatchKey.CompositeExplicitAutograd)
+
+
+def is_functorch_wrapped(tensor: Tensor) -> bool:
+    """True for what ``torch.func`` puts around a tensor while it transforms a function."""
+    check = getattr(torch._C._functorch, "is_functorch_wrapped_tensor", None)
+    return check is not None and bool(check(tensor))
 
 
 def has_plain_memory(tensor: Tensor) -> bool:
