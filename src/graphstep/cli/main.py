@@ -124,8 +124,21 @@ def _config_help() -> str:
     )
 
 
+def _migrate(argv: Sequence[str]) -> int:
+    from graphstep.cli.migrate import run
+
+    return run(argv)
+
+
+def _migrate_help() -> str:
+    from graphstep.cli.migrate import HELP
+
+    return HELP
+
+
 COMMANDS: Mapping[str, Command] = {
     "train": Command(summary="train a model and say what was captured", run=_train, help=_train_help),
     "config": Command(summary="print the configuration a command line gives", run=_config, help=_config_help),
+    "migrate": Command(summary="write old options of CUDA graphs in their new form", run=_migrate, help=_migrate_help),
 }
 """The commands, by name."""
