@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from graphstep.capture.tree import Node, Value, flatten, step_of, tensor_paths
+from graphstep.errors import InputMismatchError
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +66,7 @@ class AmbientState:
                 torch.is_autocast_cache_enabled(),
             ),
             torch.are_deterministic_algorithms_enabled(),
-            torch.get_float32_matmul_precision(),
+            _matmul_precision(),
         )
 
     @contextmanager
@@ -96,8 +97,13 @@ class Signature:
             arguments: any nesting of containers, dataclasses, tensors and values.
             device_type: ``cuda`` or ``cpu``, for the autocast state.
             modules: modules whose ``training`` flags matter.
+
+        Raises:
+            InputMismatchError: a tensor has no strides (a sparse or jagged one).
         """
         tensors, structure = flatten(arguments)
+        if any(tensor.layout is not torch.strided for tensor in tensors):
+            raise InputMismatchError(_not_dense(tensors, tensor_paths(structure, "arguments")), fix="call to_dense()")
         return cls(
             structure,
             tuple(TensorLayout.of(tensor) for tensor in tensors),
@@ -108,12 +114,11 @@ class Signature:
     def differences(self, other: Signature, root: str = "arguments") -> list[str]:
         """Every way in which ``other`` differs from this captured signature, each with its path."""
         found = list(_structure_differences(self.structure, other.structure, root))
-        if not found:
-            paths = tensor_paths(self.structure, root)
-            for path, mine, theirs in zip(paths, self.layouts, other.layouts, strict=True):
-                text = mine.explain(theirs)
-                if text:
-                    found.append(f"{path} {text}")
+        given = dict(zip(tensor_paths(other.structure, root), other.layouts, strict=True))
+        for path, mine in zip(tensor_paths(self.structure, root), self.layouts, strict=True):
+            text = mine.explain(given[path]) if path in given else ""
+            if text:
+                found.append(f"{path} {text}")
         for name in AmbientState.__slots__:
             captured, given = getattr(self.ambient, name), getattr(other.ambient, name)
             if captured != given:
@@ -121,6 +126,23 @@ class Signature:
         if self.training != other.training:
             found.append("the training flags of the modules changed (train() or eval() was called)")
         return found
+
+
+def _matmul_precision() -> str:
+    try:
+        return torch.get_float32_matmul_precision()
+    except RuntimeError:
+        # Set through the newer interface; the older one then refuses to answer.
+        return str(torch.backends.cuda.matmul.fp32_precision)
+
+
+def _not_dense(tensors: Sequence[Tensor], paths: Sequence[str]) -> str:
+    found = [
+        f"{path} is a {str(tensor.layout).removeprefix('torch.')} tensor"
+        for path, tensor in zip(paths, tensors, strict=True)
+        if tensor.layout is not torch.strided
+    ]
+    return f"{'; '.join(found)}; a graph needs tensors with strides"
 
 
 def _structure_differences(mine: Node | Value, theirs: Node | Value, path: str) -> Iterator[str]:
