@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+from rich.markup import escape
 from rich.table import Table
 
 
@@ -24,6 +25,10 @@ class RegionStats:
     num_replays: int = 0
     eager_calls: Counter[str] = field(default_factory=Counter)
     """Calls that ran eagerly, by reason."""
+
+    def copy(self) -> RegionStats:
+        """The counts of this moment."""
+        return replace(self, eager_calls=self.eager_calls.copy())
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +66,7 @@ class CaptureReport:
         for row in self.rows:
             eager = ", ".join(f"{count} {reason}" for reason, count in row.eager_calls.items())
             table.add_row(
-                row.name,
+                escape(row.name),
                 row.kind,
                 str(row.num_recordings),
                 str(row.num_operations),

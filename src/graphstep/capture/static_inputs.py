@@ -14,7 +14,8 @@ class StaticInputs:
     """Copies of one call's tensors at addresses that a recording may read.
 
     Args:
-        arguments: the call's arguments; values that are not tensors are kept as they are.
+        arguments: the call's arguments; values that are not tensors are kept as they are. Copies want no gradient:
+            what a backward pass would add to a batch does not reach the caller's tensors.
         device: where the copies live.
     """
 
@@ -27,7 +28,7 @@ class StaticInputs:
     @property
     def nbytes(self) -> int:
         """Bytes of the static tensors."""
-        return sum(tensor.nbytes for tensor in self._tensors)
+        return sum(own_entries(tensor).nbytes for tensor in self._tensors)
 
     def load(self, arguments: Any) -> None:
         """Copy the tensors of another call with the same signature into place.
@@ -37,12 +38,27 @@ class StaticInputs:
         """
         tensors, _ = flatten(arguments)
         for target, source in zip(self._tensors, tensors, strict=True):
-            target.copy_(source, non_blocking=True)
+            refresh(target, source)
 
 
 def _like(tensor: Tensor, device: torch.device) -> Tensor:
-    copy = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
-    return copy.requires_grad_(tensor.requires_grad)
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+
+
+def refresh(target: Tensor, source: Tensor) -> None:
+    """Copy the values of a tensor with the same layout, expanded dimensions included."""
+    if 0 in target.stride():
+        # Entries of an expanded dimension are one entry in memory, which copy_ does not write more than once.
+        target, source = own_entries(target), own_entries(source)
+    target.copy_(source, non_blocking=True)
+
+
+def own_entries(tensor: Tensor) -> Tensor:
+    """The entries that have memory of their own: expanded dimensions are cut to one."""
+    for dimension, stride in enumerate(tensor.stride()):
+        if stride == 0 and tensor.shape[dimension] > 1:
+            tensor = tensor.narrow(dimension, 0, 1)
+    return tensor
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
