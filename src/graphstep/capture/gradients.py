@@ -2,11 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from graphstep.errors import StaleAddressError
+
+
+@dataclass(frozen=True, slots=True)
+class _Home:
+    leaf: Tensor
+    tensor: Tensor
+    address: int
+    is_main_grad: bool
+    is_new: bool
+    """``.grad`` was ``None`` before."""
 
 
 class GradientHomes:
@@ -18,47 +32,81 @@ class GradientHomes:
     """
 
     def __init__(self) -> None:
-        self._homes: dict[int, tuple[Tensor, Tensor]] = {}
+        self._homes: dict[int, _Home] = {}
 
     def add(self, leaves: Iterable[Tensor]) -> None:
         """Settle where the gradients of these leaves live. Their values are not changed."""
         for leaf in leaves:
             if id(leaf) not in self._homes:
-                self._homes[id(leaf)] = (leaf, self._find(leaf))
-
-    @staticmethod
-    def _find(leaf: Tensor) -> Tensor:
-        main = getattr(leaf, "main_grad", None)
-        if isinstance(main, Tensor):
-            return main
-        if leaf.grad is None:
-            leaf.grad = torch.zeros_like(leaf, memory_format=torch.preserve_format).detach()
-        return leaf.grad
+                self._homes[id(leaf)] = _find(leaf)
 
     def of(self, leaf: Tensor) -> Tensor:
         """The gradient storage of a leaf that was added."""
-        return self._homes[id(leaf)][1]
+        return self._homes[id(leaf)].tensor
+
+    def forget(self) -> None:
+        """Undo :meth:`add`: leaves that had no gradient have none again."""
+        for home in self._homes.values():
+            if home.is_new and home.leaf.grad is home.tensor:
+                home.leaf.grad = None
+        self._homes.clear()
 
     def settle(self) -> None:
         """Before a replay that accumulates: make every ``.grad`` its home again, with the value it stands for.
 
         ``None`` means zero (``zero_grad(set_to_none=True)``); another tensor is copied in. Costs nothing where the
         loop left ``.grad`` alone.
+
+        Raises:
+            StaleAddressError: a gradient that the recording writes has moved where this class cannot follow.
         """
-        for leaf, home in self._homes.values():
+        for home in self._homes.values():
+            leaf, tensor = home.leaf, home.tensor
+            main = getattr(leaf, "main_grad", None)
+            if tensor.data_ptr() != home.address or (main is not tensor if home.is_main_grad else main is not None):
+                raise StaleAddressError(_how_it_moved(home, main), where="before a backward replay", fix=_FIX)
             gradient = leaf.grad
-            if gradient is home or getattr(leaf, "main_grad", None) is home:
+            if home.is_main_grad or gradient is tensor:
                 continue
             if gradient is None:
-                home.zero_()
+                tensor.zero_()
             else:
-                home.copy_(gradient)
-            leaf.grad = home
+                tensor.copy_(gradient)
+            leaf.grad = tensor
+
+
+_FIX = (
+    "keep the gradient tensors for the whole run and write into them, or drop the graphs (reset_cuda_graph(), or close "
+    "and build a new strategy) and let them be captured again"
+)
+
+
+def _find(leaf: Tensor) -> _Home:
+    main = getattr(leaf, "main_grad", None)
+    if isinstance(main, Tensor):
+        return _Home(leaf, main, main.data_ptr(), is_main_grad=True, is_new=False)
+    is_new = leaf.grad is None
+    if leaf.grad is None:
+        leaf.grad = torch.zeros_like(leaf, memory_format=torch.preserve_format).detach()
+    return _Home(leaf, leaf.grad, leaf.grad.data_ptr(), is_main_grad=False, is_new=is_new)
+
+
+def _how_it_moved(home: _Home, main: Any) -> str:
+    name = "main_grad" if home.is_main_grad or main is not None else "grad"
+    what = f"{name} of a parameter of shape {tuple(home.leaf.shape)}"
+    if home.is_main_grad and main is None:
+        return f"{what} was removed"
+    if not home.is_main_grad and main is not None:
+        return f"{what} was not there at capture"
+    if main is not None and main is not home.tensor:
+        return f"{what} was replaced by another tensor"
+    return f"{what} moved: captured at {home.address:#x}, now at {home.tensor.data_ptr():#x}"
 
 
 def leaves_reached(outputs: Iterable[Tensor]) -> list[Tensor]:
     """The leaf tensors that a backward pass from ``outputs`` would accumulate into, in a fixed order."""
-    found: dict[int, Tensor] = {}
+    outputs = list(outputs)
+    found: dict[int, Tensor] = {id(output): output for output in outputs if output.requires_grad and output.is_leaf}
     seen: set[Any] = set()
     waiting = [output.grad_fn for output in outputs if output.grad_fn is not None]
     while waiting:
@@ -71,3 +119,22 @@ def leaves_reached(outputs: Iterable[Tensor]) -> list[Tensor]:
             found.setdefault(id(variable), variable)
         waiting.extend(following for following, _ in node.next_functions if following is not None)
     return list(found.values())
+
+
+def has_gradient_hooks(leaf: Tensor) -> bool:
+    """True if hooks on this leaf want to see, or change, each gradient before it is accumulated."""
+    return bool(leaf._backward_hooks)
+
+
+@contextmanager
+def hooks_off(leaves: Iterable[Tensor]) -> Iterator[None]:
+    """Take the hooks on the gradients of leaves off for the body: they run in each backward, not in a capture."""
+    installed = [leaf._backward_hooks for leaf in leaves if leaf._backward_hooks]
+    kept = [(hooks, dict(hooks)) for hooks in installed]
+    for hooks in installed:
+        hooks.clear()
+    try:
+        yield
+    finally:
+        for hooks, before in kept:
+            hooks.update(before)

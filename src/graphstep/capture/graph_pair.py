@@ -9,12 +9,14 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from graphstep.capture.gradients import GradientHomes, leaves_reached
+from graphstep.capture import autograd_private
+from graphstep.capture.gradients import GradientHomes, has_gradient_hooks, hooks_off, leaves_reached
 from graphstep.capture.observe import Observation
 from graphstep.capture.region import Region
 from graphstep.capture.report import RegionStats
 from graphstep.capture.session import GraphSession
 from graphstep.capture.signature import Signature
+from graphstep.capture.static_inputs import refresh
 from graphstep.capture.tree import flatten, unflatten
 from graphstep.engine import Recording, torch_private
 from graphstep.errors import CaptureError, LifecycleError
@@ -32,6 +34,10 @@ class GraphPair:
         in_place: positions of inputs that belong to the model and are read where they are.
         session: owner of the recordings.
         stats: the region's counts.
+        chained: positions of inputs that are outputs of other pairs. Their gradients are handed on without a copy.
+        through_autograd: identities of parameters whose gradients autograd accumulates: those that are used outside
+            the region too, so that their parts are summed in the order of eager execution. Parameters with hooks on
+            their gradient are treated so without being named.
     """
 
     def __init__(
@@ -42,11 +48,15 @@ class GraphPair:
         in_place: frozenset[int],
         session: GraphSession,
         stats: RegionStats,
+        *,
+        chained: frozenset[int] = frozenset(),
+        through_autograd: frozenset[int] = frozenset(),
     ) -> None:
         self.region = region
         self.signature = signature
         self.inputs = list(inputs)
         self.in_place = in_place
+        self.chained = chained
         self.outputs: list[Tensor] = []
         self.grad_outputs: list[Tensor | None] = []
         self.grad_inputs: list[Tensor | None] = []
@@ -57,7 +67,13 @@ class GraphPair:
         self._stats = stats
         self._result_structure: Any = None
         self._differentiable: tuple[bool, ...] = ()
+        self._through_autograd = through_autograd
         self._parameters: list[Tensor] = []
+        """Their gradients are accumulated inside the backward recording."""
+        self._exposed: list[Tensor] = []
+        """Their gradients are results of the backward recording, and autograd accumulates them."""
+        self._exposed_gradients: list[Tensor | None] = []
+        self._num_holders: list[int | None] | None = None
         self._observation = Observation()
         self._forward: Recording | None = None
         self._backward: Recording | None = None
@@ -68,23 +84,30 @@ class GraphPair:
 
     def warm_up(self, num_runs: int) -> None:
         """Run both halves eagerly on the static inputs and learn which parameters and generators they use."""
-
         own = {id(tensor) for tensor in self.inputs}
+        trained: list[Tensor] = []
 
         def both_halves() -> None:
             outputs = [output for output in flatten(self._call())[0] if output.requires_grad]
-            self._parameters = [leaf for leaf in leaves_reached(outputs) if id(leaf) not in own]
+            leaves = [leaf for leaf in leaves_reached(outputs) if id(leaf) not in own]
             if outputs:
-                # Not `backward`: that would run hooks on the parameters and accumulate.
-                wanted = [*self._wanted_inputs(), *self._parameters]
-                torch.autograd.grad(outputs, wanted, [torch.zeros_like(o) for o in outputs], allow_unused=True)
+                # Not `backward`: that would accumulate.
+                wanted = [*leaves, *self._wanted_inputs()]
+                with hooks_off(leaves):
+                    found = torch.autograd.grad(
+                        outputs, wanted, [torch.zeros_like(o) for o in outputs], allow_unused=True
+                    )
+                trained[:] = [leaf for leaf, gradient in zip(leaves, found, strict=False) if gradient is not None]
 
         self._observation = self._session.observe(both_halves, num_runs=max(1, num_runs))
+        self._exposed = [leaf for leaf in trained if id(leaf) in self._through_autograd or has_gradient_hooks(leaf)]
+        exposed = {id(leaf) for leaf in self._exposed}
+        self._parameters = [leaf for leaf in trained if id(leaf) not in exposed]
         self.homes.add(self._parameters)
 
     def capture_forward(self) -> None:
         """Capture the forward half. Its outputs and what autograd saved stay in the pool until the backward half."""
-        self._forward = self._session.capture(self._stats, self._call, generators=self._observation.generators)
+        self._forward = self._session.capture(self._stats, self._call, observation=self._observation)
         self.outputs, self._result_structure = flatten(self._forward.result)
         self._differentiable = tuple(output.requires_grad for output in self.outputs)
 
@@ -100,18 +123,20 @@ class GraphPair:
         self.grad_outputs = list(grad_outputs)
         outputs = [output for output, wanted in zip(self.outputs, self._differentiable, strict=True) if wanted]
         given = [gradient for gradient in grad_outputs if gradient is not None]
-        wanted = self._wanted_inputs()
+        wanted = [*self._wanted_inputs(), *self._exposed]
 
         def backward() -> list[Tensor | None]:
-            gradients = torch.autograd.grad(
-                outputs, [*wanted, *self._parameters], given, retain_graph=retain_graph, allow_unused=True
-            )
+            with hooks_off(self._exposed):
+                gradients = torch.autograd.grad(
+                    outputs, [*wanted, *self._parameters], given, retain_graph=retain_graph, allow_unused=True
+                )
             self._accumulate(gradients[len(wanted) :])
             return list(gradients[: len(wanted)])
 
-        self._backward = self._session.capture(self._stats, backward, generators=self._observation.generators)
+        self._backward = self._session.capture(self._stats, backward, observation=self._observation)
         found = iter(self._backward.result)
         self.grad_inputs = [next(found) if tensor.requires_grad else None for tensor in self.inputs]
+        self._exposed_gradients = list(found)
 
     def _call(self) -> Any:
         with self.signature.ambient.entered(self._session.device.type):
@@ -130,13 +155,14 @@ class GraphPair:
 
     # Seam tensors whose memory the rest of the plan may use again become views that do not own it.
 
-    def let_go_forward(self, chained: Sequence[int]) -> None:
-        """Stop owning the outputs, all that autograd saved, and the inputs that are another pair's outputs."""
+    def let_go_forward(self) -> None:
+        """Stop owning all that autograd saved. The outputs stay: a caller may hold them until the next replay."""
         borrow = self._session.engine.borrowed_view
-        self.outputs = [borrow(output.detach()) for output in self.outputs]
-        for position in chained:
+        self.outputs = [output.detach() for output in self.outputs]
+        self._exposed_gradients = [None if g is None else borrow(g) for g in self._exposed_gradients]
+        for position in self.chained:
             needs_grad = self.inputs[position].requires_grad
-            self.inputs[position] = borrow(self.inputs[position].detach()).requires_grad_(needs_grad)
+            self.inputs[position] = self.inputs[position].detach().requires_grad_(needs_grad)
         for recording in (self._forward, self._backward):
             if recording is not None:
                 recording.release_result()
@@ -156,6 +182,22 @@ class GraphPair:
         """True once both halves are captured."""
         return self._forward is not None and self._backward is not None
 
+    def is_held(self) -> bool:
+        """True if somebody still holds a result of an earlier replay, which the next one would overwrite.
+
+        The first call, before any replay, tells how many holders there are without the callers of replays.
+        """
+        now = [autograd_private.num_holders(output) for output in self.outputs]
+        if self._num_holders is None:
+            self._num_holders = now
+        return now != self._num_holders
+
+    def unforeseen(self) -> str:
+        """Why the gradients of this pair cannot be had as captured; empty if they can."""
+        if any(has_gradient_hooks(parameter) for parameter in self._parameters):
+            return "a parameter got a hook on its gradient after the capture"
+        return ""
+
     def moved_inputs(self, tensors: Sequence[Tensor]) -> bool:
         """True if an input that is read in place is not where it was captured."""
         return any(tensors[position].data_ptr() != self.inputs[position].data_ptr() for position in self.in_place)
@@ -172,8 +214,8 @@ class GraphPair:
             The captured function's result over the static outputs: valid until the region's backward has run, or, if
             it is longer, until the next replay of this pair. Clone to keep.
         """
-        anchor = (self._anchor,) if self._needs_anchor else ()
-        outputs: tuple[Tensor, ...] = _Replay.apply(self, lease, len(tensors), *tensors, *anchor)  # type: ignore[no-untyped-call]
+        leaves = (*self._exposed, self._anchor) if self._needs_anchor else self._exposed
+        outputs: tuple[Tensor, ...] = _Replay.apply(self, lease, len(tensors), *tensors, *leaves)  # type: ignore[no-untyped-call]
         self._stats.num_replays += 1
         return unflatten(self._result_structure, outputs)
 
@@ -183,7 +225,7 @@ class GraphPair:
             raise LifecycleError("the forward half is not captured yet", where=self.region.name)
         for static, given in zip(self.inputs, tensors, strict=True):
             if static.data_ptr() != given.data_ptr():
-                static.copy_(given)
+                refresh(static, given)
         self._forward.replay()
         # Anything that autograd saved from the last replay's outputs is now stale; autograd checks versions.
         for output in self.outputs:
@@ -191,7 +233,11 @@ class GraphPair:
         return tuple(output.detach() for output in self.outputs)
 
     def replay_backward(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Refresh the gradients of the outputs, run the backward half, return the gradients of the inputs."""
+        """Refresh the gradients of the outputs, run the backward half.
+
+        Returns:
+            Gradients of the inputs, then of the parameters that autograd accumulates for: all of them static.
+        """
         if self._backward is None:
             raise LifecycleError("the backward half is not captured yet", where=self.region.name)
         for static, given in zip(self.grad_outputs, gradients, strict=True):
@@ -204,14 +250,16 @@ class GraphPair:
         self.homes.settle()
         self._backward.replay()
         self._run_hooks()
-        return [None if gradient is None else gradient.detach() for gradient in self.grad_inputs]
+        return [None if g is None else g.detach() for g in (*self.grad_inputs, *self._exposed_gradients)]
 
     def _run_hooks(self) -> None:
-        """Hooks that follow an accumulation run as they would eagerly; a ``main_grad`` is already up to date."""
+        """Hooks that follow an accumulation run as they would eagerly.
+
+        One that moves ``.grad`` to ``main_grad`` finds ``None`` there: the recording has added to ``main_grad`` itself.
+        """
         for parameter in self._parameters:
-            if getattr(parameter, "main_grad", None) is None:
-                for hook in torch_private.post_accumulate_hooks(parameter):
-                    hook(parameter)
+            for hook in torch_private.post_accumulate_hooks(parameter):
+                hook(parameter)
 
     @property
     def differentiable(self) -> tuple[bool, ...]:
@@ -238,9 +286,11 @@ class _Replay(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, pair: GraphPair, lease: Any, num_inputs: int, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        ctx.pair, ctx.lease, ctx.num_tensors = pair, lease, len(tensors)
-        # A leaf's gradient is kept by autograd as it is: it must not be the static one.
-        ctx.leaves = tuple(tensor.requires_grad and tensor.is_leaf for tensor in tensors[:num_inputs])
+        ctx.pair, ctx.lease, ctx.num_tensors, ctx.has_run = pair, lease, len(tensors), False
+        # Whoever receives a gradient may keep it: only what another pair reads at once is the static one.
+        ctx.handed_on = tuple(
+            position in pair.chained and not tensor.is_leaf for position, tensor in enumerate(tensors[:num_inputs])
+        )
         outputs = pair.replay_forward(tensors[:num_inputs])
         ctx.mark_non_differentiable(*(o for o, d in zip(outputs, pair.differentiable, strict=True) if not d))
         return outputs
@@ -248,8 +298,16 @@ class _Replay(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        if ctx.has_run:
+            raise LifecycleError(
+                "the backward of this call has run already, and the memory of its forward is used again",
+                where=ctx.pair.region.name,
+                fix="add up the losses and call backward once, or leave this module out of the captured ones",
+            )
         ctx.lease.backward_begins()
+        ctx.has_run = True
         given = ctx.pair.replay_backward(gradients)
         ctx.lease.close()
-        found = [g.clone() if leaf and g is not None else g for g, leaf in zip(given, ctx.leaves, strict=True)]
+        handed_on = (*ctx.handed_on, *([False] * (len(given) - len(ctx.handed_on))))
+        found = [g if g is None or stays else g.clone() for g, stays in zip(given, handed_on, strict=True)]
         return (None, None, None, *found, *([None] * (ctx.num_tensors - len(found))))

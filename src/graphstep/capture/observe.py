@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from graphstep.capture.host_random import HostRandomness
 from graphstep.engine.protocol import Engine
 from graphstep.engine.tape_ops import OperationTable
 from graphstep.engine.undo import UndoLog, WriteObserver
@@ -22,7 +23,7 @@ class Observation:
     """What a function used."""
 
     leaves: list[Tensor] = field(default_factory=list)
-    """Leaf tensors that want a gradient, in the order of first use."""
+    """Leaf tensors that a backward pass filled, in the order of first use."""
     generators: list[torch.Generator] = field(default_factory=list)
     """Generators given to random operations by name."""
     externals: list[Tensor] = field(default_factory=list)
@@ -34,14 +35,14 @@ def watch_run(function: Callable[[], T]) -> tuple[T, Observation]:
     watcher = WriteObserver(None, OperationTable())
     with watcher:
         result = function()
-    return result, Observation(watcher.leaves, watcher.generators, watcher.externals)
+    return result, Observation(_filled(watcher.leaves), watcher.generators, watcher.externals)
 
 
 def observe(function: Callable[[], Any], engine: Engine, *, num_runs: int = 1) -> Observation:
     """Run ``function`` eagerly on the capture stream and undo everything it did to existing state.
 
-    Buffers, gradients (values and identity), random generators and weights are afterwards as before, bit for bit.
-    Python attributes that the function assigns are its own business.
+    Buffers, gradients (values and identity), random generators (those of the host as well) and weights are afterwards
+    as before, bit for bit, also when the function fails. Python attributes that it assigns are its own business.
 
     Args:
         function: takes nothing; its result is dropped.
@@ -49,17 +50,25 @@ def observe(function: Callable[[], Any], engine: Engine, *, num_runs: int = 1) -
     """
     log = UndoLog()
     watcher = WriteObserver(log, OperationTable())
+    host = HostRandomness(engine.device)
     with generators_kept(engine.device), engine.capture_stream():
         try:
             with watcher:
                 function()
+            leaves = _filled(watcher.leaves)
             for _ in range(num_runs - 1):
                 function()
         finally:
             watcher.restore_gradients()
             watcher.restore_generators()
             log.restore()
-    return Observation(watcher.leaves, watcher.generators, watcher.externals)
+            host.restore()
+    return Observation(leaves, watcher.generators, watcher.externals)
+
+
+def _filled(leaves: Sequence[Tensor]) -> list[Tensor]:
+    """Those with a gradient. Autograd makes a leaf of its own for one that it saved; a backward pass fills neither."""
+    return [leaf for leaf in leaves if leaf.grad is not None or getattr(leaf, "main_grad", None) is not None]
 
 
 @contextmanager

@@ -59,6 +59,8 @@ class Plan:
 
     events: list[Event] = field(default_factory=list)
     calls: dict[tuple[Region, int], ObservedCall] = field(default_factory=dict)
+    reused: set[Region] = field(default_factory=set)
+    """Regions that ran several times before one and the same backward pass: their gradients belong together."""
 
     @property
     def num_slots(self) -> int:
@@ -80,6 +82,7 @@ class PlanObserver:
     def __init__(self) -> None:
         self.plan = Plan()
         self._in_flight: dict[Region, set[int]] = {}
+        self._last_pass: dict[Region, int] = {}
         self._origins: dict[int, tuple[weakref.ref[Tensor], Origin]] = {}
 
     def forward(self, region: Region, signature: Signature, inputs: Sequence[Tensor]) -> int:
@@ -98,12 +101,28 @@ class PlanObserver:
         for index, tensor in enumerate(outputs):
             self._origins[id(tensor)] = (weakref.ref(tensor), Origin(region, slot, index))
 
-    def backward(self, region: Region, slot: int) -> None:
-        """Note that the backward of a region begins."""
+    def backward(self, region: Region, slot: int, backward_pass: int | None = None) -> None:
+        """Note that the backward of a region begins, in which backward pass of autograd."""
         busy = self._in_flight.get(region, set())
         if slot in busy:
             busy.discard(slot)
             self.plan.events.append(Event(region, slot, Phase.BACKWARD))
+            if backward_pass is not None and self._last_pass.get(region) == backward_pass:
+                self.plan.reused.add(region)
+            if backward_pass is not None:
+                self._last_pass[region] = backward_pass
+
+    def dropped(self, region: Region, slot: int) -> None:
+        """Note that no backward will come for a forward: its result is gone. It is no part of the plan."""
+        busy = self._in_flight.get(region, set())
+        if slot not in busy:
+            return
+        busy.discard(slot)
+        event = Event(region, slot, Phase.FORWARD)
+        position = len(self.plan.events) - 1 - self.plan.events[::-1].index(event)
+        del self.plan.events[position]
+        if event not in self.plan.events:
+            del self.plan.calls[region, slot]
 
     def _origin_of(self, tensor: Tensor) -> Origin | None:
         found = self._origins.get(id(tensor))

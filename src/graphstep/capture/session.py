@@ -10,13 +10,14 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from graphstep.capture.manifest import Entry, Manifest
+from graphstep.capture.host_random import HostRandomness
+from graphstep.capture.manifest import Manifest, Watched
 from graphstep.capture.observe import Observation, observe, watch_run
 from graphstep.capture.report import CaptureReport, RegionStats
 from graphstep.engine import Engine, Recording, engine_for
-from graphstep.errors import LifecycleError
+from graphstep.errors import CaptureError, LifecycleError
 
 T = TypeVar("T")
 
@@ -36,7 +37,8 @@ class GraphSession:
     def __init__(self, device: torch.device | str, *, engine: Engine | None = None) -> None:
         self.engine = engine if engine is not None else engine_for(device)
         self.manifest = Manifest()
-        self._recordings: list[Recording] = []
+        self._recordings: dict[Recording, Sequence[Tensor]] = {}
+        """Each with the tensors that it uses and that must not go before it."""
         self._stats: dict[str, RegionStats] = {}
         # At exit too: graphs that hold collectives must be gone before their process group.
         self._finalizer = weakref.finalize(self, self.engine.close)
@@ -58,32 +60,53 @@ class GraphSession:
             found = self._stats[name] = RegionStats(name, kind)
         return found
 
-    def watch(self, modules: Sequence[tuple[str, nn.Module]]) -> tuple[Entry, ...]:
-        """Note the addresses of the modules' parameters and buffers; returns their entries for :func:`verify`."""
-        self._require_open()
-        return self.manifest.add_modules(modules)
+    def watch(self, modules: Sequence[tuple[str, nn.Module]], leaves: Sequence[Tensor] = ()) -> Watched:
+        """Note the modules' parameters and buffers, and leaves that nobody owns, as they are; for :func:`verify`."""
+        self.require_open()
+        return self.manifest.watch(modules, leaves)
 
     def watch_run(self, function: Callable[[], T]) -> tuple[T, Observation]:
-        """Run ``function`` for real, tell what it touched, and keep alive what it reads."""
-        self._require_open()
-        result, observation = watch_run(function)
-        self.manifest.keep_alive(observation.externals)
-        return result, observation
+        """Run ``function`` for real, and tell what it touched."""
+        self.require_open()
+        return watch_run(function)
 
     def observe(self, function: Callable[[], Any], *, num_runs: int = 1) -> Observation:
-        """Run ``function`` eagerly, undo what it did, and keep alive what it reads. See :func:`observe`."""
-        self._require_open()
-        observation = observe(function, self.engine, num_runs=num_runs)
-        self.manifest.keep_alive(observation.externals)
-        return observation
+        """Run ``function`` eagerly and undo what it did. See :func:`observe`."""
+        self.require_open()
+        return observe(function, self.engine, num_runs=num_runs)
 
     def capture(
-        self, stats: RegionStats, function: Callable[[], Any], *, generators: Sequence[torch.Generator] = ()
+        self, stats: RegionStats, function: Callable[[], Any], *, observation: Observation | None = None
     ) -> Recording:
-        """Capture ``function`` and count it for a region. See :meth:`graphstep.engine.Engine.capture`."""
-        self._require_open()
-        recording = self.engine.capture(function, generators=generators)
-        self._recordings.append(recording)
+        """Capture ``function`` and count it for a region. See :meth:`graphstep.engine.Engine.capture`.
+
+        Args:
+            stats: where to count.
+            function: takes nothing.
+            observation: of a run of ``function``: names its generators, and what it reads is kept alive with the
+                recording.
+
+        Raises:
+            CaptureError: it cannot be captured, or it drew random numbers on the host, which a replay would not.
+        """
+        self.require_open()
+        observation = observation or Observation()
+        host = HostRandomness(self.device)
+        try:
+            recording = self.engine.capture(function, generators=observation.generators)
+        except BaseException:
+            host.restore()
+            raise
+        drawn = host.restore()
+        if drawn:
+            recording.close()
+            raise CaptureError(
+                f"the function drew random numbers on the host, from {' and '.join(drawn)}; replays would repeat what "
+                "followed from them",
+                where=stats.name,
+                fix="draw on the device with torch operations, or before the captured call",
+            )
+        self._recordings[recording] = observation.externals
         stats.num_recordings += 1
         stats.num_operations += recording.num_operations or 0
         stats.pool_bytes += recording.nbytes
@@ -107,8 +130,7 @@ class GraphSession:
             stats.num_operations -= recording.num_operations or 0
             stats.pool_bytes -= recording.nbytes
             recording.close()
-        gone = {id(recording) for recording in recordings}
-        self._recordings = [recording for recording in self._recordings if id(recording) not in gone]
+            self._recordings.pop(recording, None)
 
     def release_all(self) -> None:
         """Close every recording and keep the session usable: after a capture of several recordings failed half-way."""
@@ -121,7 +143,7 @@ class GraphSession:
     def report(self) -> CaptureReport:
         """What has been captured so far and how it was used."""
         pool = 0 if self.is_closed else self.engine.pool_bytes
-        return CaptureReport(self.engine.name, tuple(self._stats.values()), pool)
+        return CaptureReport(self.engine.name, tuple(stats.copy() for stats in self._stats.values()), pool)
 
     def close(self) -> None:
         """Free the recordings, then the pool, then let go of the tensors they used. May be called twice."""
@@ -130,7 +152,7 @@ class GraphSession:
         self.manifest.forget()
 
     def __enter__(self) -> GraphSession:
-        self._require_open()
+        self.require_open()
         return self
 
     def __exit__(
@@ -138,6 +160,11 @@ class GraphSession:
     ) -> None:
         self.close()
 
-    def _require_open(self) -> None:
+    def require_open(self) -> None:
+        """Refuse to go on with a closed session.
+
+        Raises:
+            LifecycleError: it is closed.
+        """
         if self.is_closed:
             raise LifecycleError("the session is closed", fix="make a new GraphSession")

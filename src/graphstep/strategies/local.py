@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import islice
 from typing import Any
 
 from torch import Tensor, nn
 
-from graphstep.capture.manifest import verify
+from graphstep.capture.manifest import Watched, verify
 from graphstep.capture.plan import PlanGuard, PlanObserver
 from graphstep.capture.report import CaptureReport
 from graphstep.capture.session import GraphSession
 from graphstep.capture.static_inputs import to_device
 from graphstep.config import CudaGraphModule
-from graphstep.errors import ConfigError, Problem
+from graphstep.errors import CaptureError, ConfigError, Problem
 from graphstep.models.segments import SegmentedModule
-from graphstep.strategies.local_capture import capture_plan
+from graphstep.strategies.local_capture import capture_plan, gradients_through_autograd
 from graphstep.strategies.local_layers import graphed_layers
 from graphstep.strategies.protocol import ForwardBackward
 
@@ -24,8 +25,9 @@ class LocalGraphs:
     """Captures a model's layers. The first training step runs eagerly and is observed; :meth:`end_step` captures.
 
     While this object is open, the ``forward`` of each captured layer is replaced on the instance; :meth:`close` puts it
-    back. Evaluation (grad mode off, or a module in eval mode) runs eagerly and is counted as such: a graph captured in
-    training is never used for it. So does a call whose signature differs from the captured one.
+    back. Evaluation (grad mode off) runs eagerly and is counted as such: a graph captured in training is never used for
+    it. So does a call whose signature differs from the captured one, and one after a plain attribute of a module in the
+    region has changed.
 
     Args:
         forward_backward_func: runs the step; called with batches on the session's device.
@@ -35,7 +37,7 @@ class LocalGraphs:
         warmup_steps: eager runs of each region just before its capture. They leave no trace.
 
     Raises:
-        ConfigError: nothing in the model can be captured.
+        ConfigError: nothing in the model can be captured, or a layer's forward is not the list of its segments.
     """
 
     def __init__(
@@ -54,7 +56,7 @@ class LocalGraphs:
         self._layers = graphed_layers(model, session, frozenset(modules))
         if not self._layers:
             raise ConfigError(_nothing_to_capture(model, modules))
-        self._watched = session.watch([("", model)])
+        self._watched: Watched | None = None
         self._observer: PlanObserver | None = PlanObserver()
         for layer in self._layers:
             layer.start_observing(self._observer)
@@ -66,11 +68,16 @@ class LocalGraphs:
         """Run the step: eager code with replays in it. Returns losses [num_microbatches].
 
         Raises:
-            StaleAddressError: a parameter or buffer has moved since the capture.
+            StaleAddressError: a parameter, buffer or gradient has moved since the capture, or a module was replaced.
+            PlanError: forwards and backwards came in another order than in the first step.
+            LifecycleError: this object is closed, or a second backward was asked for.
         """
-        if self._observer is None:
+        self._session.require_open()
+        if self._watched is not None:
             verify(self._watched, "local, before the step")
-        batches = (to_device(next(data_iterator), self._session.device) for _ in range(num_microbatches))
+            for layer in self._layers:
+                layer.start_step()
+        batches = (to_device(batch, self._session.device) for batch in islice(data_iterator, num_microbatches))
         return self._function(
             data_iterator=batches, model=self._model, num_microbatches=num_microbatches, forward_only=forward_only
         )
@@ -80,13 +87,34 @@ class LocalGraphs:
 
         Raises:
             CaptureError: names the region that cannot be captured. Layers run eagerly as before.
+            LifecycleError: this object is closed.
         """
+        self._session.require_open()
         if self._observer is None or not self._observer.plan.trained():
             return
         plan, self._observer = self._observer.plan, None
         for layer in self._layers:
             layer.stop_observing()
-        pairs = capture_plan(plan, self._session, num_warmup_runs=self._warmup_steps)
+        regions = [calls.region for layer in self._layers for calls in layer.regions]
+        watched = self._session.watch([("", self._model)])
+        try:
+            pairs = capture_plan(
+                plan,
+                self._session,
+                num_warmup_runs=self._warmup_steps,
+                through_autograd=gradients_through_autograd(self._model, regions, plan),
+            )
+        finally:
+            replaced = watched.put_back()
+        if replaced:
+            self._session.release_all()
+            raise CaptureError(
+                f"the captured layers replace {', '.join(replaced)} by new tensors; a graph works on the tensors that "
+                "it has seen",
+                where="local, after the capture",
+                fix="write into the tensors (copy_, add_, mul_)",
+            )
+        self._watched = watched
         guard = PlanGuard(plan)
         for layer in self._layers:
             layer.use(pairs, guard)

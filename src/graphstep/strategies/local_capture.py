@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from graphstep.capture.graph_pair import GraphPair
 from graphstep.capture.observe import training_flags_kept
@@ -13,22 +16,51 @@ from graphstep.capture.plan import Event, Origin, Phase, Plan
 from graphstep.capture.region import Region
 from graphstep.capture.session import GraphSession
 from graphstep.capture.signature import TensorLayout
+from graphstep.capture.static_inputs import own_entries
 from graphstep.errors import CaptureError
 
 Pairs = dict[tuple[Region, int], GraphPair]
 
 
-def capture_plan(plan: Plan, session: GraphSession, *, num_warmup_runs: int) -> Pairs:
+def gradients_through_autograd(model: nn.Module, regions: Sequence[Region], plan: Plan) -> frozenset[int]:
+    """Identities of the parameters whose gradients autograd has to accumulate.
+
+    Those are parameters used in several places, whose parts autograd sums before it accumulates (a recording that adds
+    its part by itself would round differently), and all where DistributedDataParallel waits for each accumulation.
+    """
+    if any(isinstance(module, DistributedDataParallel) for module in model.modules()):
+        return frozenset(id(parameter) for parameter in model.parameters())
+    inside = {id(module) for region in regions for module in region.modules}
+    outside = [module for module in model.modules() if id(module) not in inside]
+    users = Counter(
+        number
+        for modules in (*(region.modules for region in regions), outside)
+        for number in {id(p) for module in modules for p in module._parameters.values() if p is not None}
+    )
+    shared = {number for number, count in users.items() if count > 1}
+    reused = {id(p) for region in plan.reused for module in region.modules for p in module._parameters.values()}
+    return frozenset(shared | reused)
+
+
+def capture_plan(
+    plan: Plan, session: GraphSession, *, num_warmup_runs: int, through_autograd: frozenset[int] = frozenset()
+) -> Pairs:
     """Capture both halves of every region and slot whose backward was seen.
 
     Captures follow the order of execution, which is what lets them share one pool. With one microbatch in flight, a
     tensor's memory goes back to the pool as soon as the plan needs it no more; with several, nothing goes back before
     all is captured, since a later replay of one slot may run between the halves of another.
 
+    Args:
+        plan: what was observed.
+        session: owner of the recordings.
+        num_warmup_runs: eager runs of each region before its capture.
+        through_autograd: identities of parameters whose gradients autograd accumulates.
+
     Raises:
-        CaptureError: names the region. All recordings made so far are closed.
+        CaptureError: names the region. All recordings made so far are closed, whatever the error.
     """
-    capturing = _Capturing(plan, session, num_warmup_runs, is_ordered=plan.num_slots == 1)
+    capturing = _Capturing(plan, session, num_warmup_runs, plan.num_slots == 1, through_autograd)
     trained = plan.trained()
     pairs: Pairs = {}
     events = [event for event in plan.first_events() if (event.region, event.slot) in trained]
@@ -42,8 +74,11 @@ def capture_plan(plan: Plan, session: GraphSession, *, num_warmup_runs: int) -> 
                     capturing.backward(event, pairs, events[position + 1 :])
         except CaptureError as error:
             where = f"{event.region.name}, {event.phase.value}"
-            session.release_all()
+            capturing.abandon(pairs)
             raise CaptureError(error.what, where=f"{where}; {error.where}", fix=error.fix) from error
+        except BaseException:
+            capturing.abandon(pairs)
+            raise
     return pairs
 
 
@@ -53,32 +88,49 @@ class _Capturing:
     session: GraphSession
     num_warmup_runs: int
     is_ordered: bool
+    through_autograd: frozenset[int]
+
+    def abandon(self, pairs: Pairs) -> None:
+        """Leave nothing behind: recordings are closed, and gradients that were made for them are gone."""
+        self.session.release_all()
+        for pair in pairs.values():
+            pair.homes.forget()
 
     def forward(self, event: Event, pairs: Pairs) -> None:
         call = self.plan.calls[event.region, event.slot]
-        owned = {entry.address: entry for entry in self.session.manifest}
-        inputs, in_place = [], set()
+        owned = {entry.facts[0]: entry.tensor for entry in self.session.manifest if entry.facts is not None}
+        inputs, in_place, chained_at = [], set(), set()
         for position, layout in enumerate(call.signature.layouts):
             origin = call.origins[position]
-            entry = owned.get(call.addresses[position])
+            found = owned.get(call.addresses[position])
             chained = _output_of(pairs, origin)
             if chained is not None:
                 inputs.append(chained.detach().requires_grad_(layout.requires_grad))
-            elif entry is not None and not layout.requires_grad and TensorLayout.of(entry.tensor) == layout:
-                inputs.append(entry.tensor)
+                chained_at.add(position)
+            elif found is not None and not layout.requires_grad and TensorLayout.of(found) == layout:
+                inputs.append(found)
                 in_place.add(position)
             else:
                 inputs.append(_static(layout))
         stats = self.session.stats(event.region.name, event.region.kind)
         stats.static_bytes += sum(t.nbytes for i, t in enumerate(inputs) if i not in in_place and not call.origins[i])
-        pair = GraphPair(event.region, call.signature, inputs, frozenset(in_place), self.session, stats)
+        pair = GraphPair(
+            event.region,
+            call.signature,
+            inputs,
+            frozenset(in_place),
+            self.session,
+            stats,
+            chained=frozenset(chained_at),
+            through_autograd=self.through_autograd,
+        )
+        pairs[event.region, event.slot] = pair
         with training_flags_kept(event.region.modules):
             for module, flag in zip(event.region.modules, call.signature.training, strict=True):
                 module.training = flag
             pair.warm_up(self.num_warmup_runs)
             pair.capture_forward()
         pair.require_gradients()
-        pairs[event.region, event.slot] = pair
 
     def backward(self, event: Event, pairs: Pairs, later: list[Event]) -> None:
         key = (event.region, event.slot)
@@ -98,8 +150,7 @@ class _Capturing:
             pair.capture_backward(grad_outputs, retain_graph=not self.is_ordered)
         if not self.is_ordered:
             return  # A later replay of another slot may run before this one's backward: nothing goes back to the pool.
-        origins = self.plan.calls[key].origins
-        pair.let_go_forward(chained=[i for i, origin in enumerate(origins) if _output_of(pairs, origin) is not None])
+        pair.let_go_forward()
         for consumer in consumers:
             if consumer is not None and consumer[0].gradient_is_handed_on:
                 consumer[0].let_go_grad_inputs()
@@ -133,4 +184,5 @@ def _output_of(pairs: Pairs, origin: Origin | None) -> Tensor | None:
 
 def _static(layout: TensorLayout) -> Tensor:
     made = torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype, device=layout.device)
-    return made.zero_().requires_grad_(layout.requires_grad)
+    own_entries(made).zero_()
+    return made.requires_grad_(layout.requires_grad)

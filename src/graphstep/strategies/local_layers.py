@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from graphstep.capture import autograd_private
+from graphstep.capture.attributes import Attributes
 from graphstep.capture.graph_pair import GraphPair
 from graphstep.capture.plan import Event, Phase, PlanGuard, PlanObserver, lowest_free
 from graphstep.capture.region import Region
@@ -16,6 +18,7 @@ from graphstep.capture.report import RegionStats
 from graphstep.capture.session import GraphSession
 from graphstep.capture.signature import Signature
 from graphstep.config import CudaGraphModule
+from graphstep.errors import ConfigError, Problem
 from graphstep.models.segments import Segment, SegmentedModule
 
 Carried = tuple[Tensor, ...]
@@ -24,29 +27,56 @@ Carried = tuple[Tensor, ...]
 def graphed_layers(
     model: nn.Module, session: GraphSession, modules: frozenset[CudaGraphModule]
 ) -> tuple[GraphedLayer, ...]:
-    """The layers of a model that have something to capture; empty ``modules`` means whole layers."""
-    found = (
-        GraphedLayer(path, layer, session, modules)
-        for path, layer in model.named_modules()
-        if isinstance(layer, SegmentedModule)
-    )
+    """The layers of a model that have something to capture; empty ``modules`` means whole layers.
+
+    Raises:
+        ConfigError: names the layers that compute something else than their segments.
+    """
+    paths = {id(module): path for path, module in model.named_modules()}
+    layers = [layer for layer in model.modules() if isinstance(layer, SegmentedModule)]
+    found = [GraphedLayer(paths, layer, session, modules) for layer in layers]
+    problems = [
+        _forward_problem(paths[id(layer)], layer)
+        for layer, graphed in zip(layers, found, strict=True)
+        if graphed.regions
+    ]
+    if any(problems):
+        raise ConfigError([problem for problem in problems if problem is not None])
     return tuple(layer for layer in found if layer.regions)
+
+
+def _forward_problem(path: str, layer: SegmentedModule) -> Problem | None:
+    own = layer.__dict__.get("forward")
+    if own is None or isinstance(own, OwnForward):
+        if type(layer).forward is SegmentedModule.forward:
+            return None
+        what, fix = "its class has a forward of its own", "put what it does into segments"
+    elif isinstance(own, InstalledForward):
+        what, fix = "another strategy has captured it", "close that strategy first"
+    else:
+        what, fix = "its forward was replaced on the instance", "undo that before building the strategy, or use a hook"
+    return Problem("forward-not-segments", f"layer {path} cannot be captured: {what}", path, fix)
 
 
 class GraphedLayer:
     """Runs a layer's segments: captured groups through their regions, the others as they are."""
 
     def __init__(
-        self, path: str, layer: SegmentedModule, session: GraphSession, modules: frozenset[CudaGraphModule]
+        self,
+        paths: Mapping[int, str],
+        layer: SegmentedModule,
+        session: GraphSession,
+        modules: frozenset[CudaGraphModule],
     ) -> None:
         self._layer = layer
-        self._is_installed = False
+        self._own: Any = None
         self._steps: list[RegionCalls | Segment] = []
         names = {module.value for module in modules}
         for is_captured, group in groupby(layer.segments(), key=lambda s: not names or s.kind in names):
             segments = tuple(group)
             if is_captured:
-                self._steps.append(RegionCalls(_region(path, layer, segments), session))
+                region = _region(paths[id(layer)], layer, segments)
+                self._steps.append(RegionCalls(region, [(paths[id(m)], m) for m in region.modules], session))
             else:
                 self._steps.extend(segments)
 
@@ -57,14 +87,16 @@ class GraphedLayer:
 
     def install(self) -> None:
         """Put :meth:`forward` in place of the layer's own, on the instance. Module hooks fire as before."""
-        self._layer.__dict__["forward"] = self.forward
-        self._is_installed = True
+        self._own = self._layer.__dict__.get("forward")
+        self._layer.__dict__["forward"] = InstalledForward(self._layer, self.forward)
 
     def remove(self) -> None:
         """Put the layer's own ``forward`` back. May be called twice."""
-        if self._is_installed:
-            self._layer.__dict__.pop("forward", None)
-            self._is_installed = False
+        installed = self._layer.__dict__.get("forward")
+        if isinstance(installed, InstalledForward) and installed.runs(self.forward):
+            del self._layer.__dict__["forward"]
+            if self._own is not None:
+                self._layer.__dict__["forward"] = self._own
 
     def start_observing(self, observer: PlanObserver) -> None:
         """Have every region report its calls."""
@@ -75,6 +107,11 @@ class GraphedLayer:
         """Run eagerly without reporting."""
         for calls in self.regions:
             calls.observer = None
+
+    def start_step(self) -> None:
+        """Before each step: look whether the captured values of attributes still hold."""
+        for calls in self.regions:
+            calls.start_step()
 
     def use(self, pairs: Mapping[tuple[Region, int], GraphPair], guard: PlanGuard) -> None:
         """Replay these pairs from now on."""
@@ -89,15 +126,51 @@ class GraphedLayer:
                 carried = step(carried, context)
             else:
                 carried = as_carried(step.fn(*carried, *context))
+        if len(carried) != 1:
+            raise TypeError(
+                f"the last segment of {type(self._layer).__name__} must return one tensor, got {len(carried)}"
+            )
         return carried[0]
+
+
+class InstalledForward:
+    """What stands in a layer's ``__dict__`` while it is captured. Copies of the layer run their own forward instead."""
+
+    def __init__(self, layer: SegmentedModule, forward: Callable[..., Tensor]) -> None:
+        self._layer, self._forward = layer, forward
+
+    def __call__(self, *arguments: Any, **named: Any) -> Tensor:
+        """Run the captured layer."""
+        return self._forward(*arguments, **named)
+
+    def runs(self, forward: Callable[..., Tensor]) -> bool:
+        """True if it stands for this one."""
+        return self._forward == forward
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return OwnForward, (self._layer,)
+
+
+class OwnForward:
+    """The ``forward`` of the class, for a copy of a captured layer: the graphs belong to the original."""
+
+    def __init__(self, layer: SegmentedModule) -> None:
+        self._layer = layer
+
+    def __call__(self, *arguments: Any, **named: Any) -> Tensor:
+        """Run the layer as it is."""
+        return type(self._layer).forward(self._layer, *arguments, **named)
 
 
 class RegionCalls:
     """The calls of one region: observed, replayed, or eager with a counted reason."""
 
-    def __init__(self, region: Region, session: GraphSession) -> None:
+    def __init__(self, region: Region, modules: Sequence[tuple[str, nn.Module]], session: GraphSession) -> None:
         self.region = region
         self.observer: PlanObserver | None = None
+        self._modules = modules
+        self._attributes: Attributes | None = None
+        self._why_not = "not captured yet"
         self._device_type = session.device.type
         self._stats: RegionStats = session.stats(region.name, region.kind)
         self._pairs: Sequence[GraphPair] = ()
@@ -107,19 +180,27 @@ class RegionCalls:
     def use(self, pairs: Sequence[GraphPair], guard: PlanGuard) -> None:
         """Replay ``pairs``, one a slot, in an order that ``guard`` allows."""
         self._pairs, self._guard = pairs, guard
+        self._attributes = Attributes(self._modules)
+        self._why_not = "" if pairs else "no gradient in the first step"
+        for pair in pairs:
+            pair.is_held()
+
+    def start_step(self) -> None:
+        """Look whether the attributes of the modules are as captured."""
+        changed = self._attributes.changed() if self._attributes is not None else []
+        if self._pairs:
+            self._why_not = f"attribute {changed[0]} changed after the capture" if changed else ""
 
     def __call__(self, carried: Carried, context: Carried) -> Carried:
         """Run the region on its arguments."""
-        if not torch.is_grad_enabled() or not all(module.training for module in self.region.modules):
+        if not torch.is_grad_enabled():
             return self._eager(carried, context, "evaluation")
         signature = Signature.of((carried, context), device_type=self._device_type, modules=self.region.modules)
         if self.observer is not None:
             return self._observed(self.observer, signature, carried, context)
-        if self._guard is None:
-            return self._eager(carried, context, "not captured yet")
         slot = lowest_free(self._busy)
-        reason = self._why_eager(slot, signature, (*carried, *context))
-        if reason:
+        reason = self._why_not or self._why_eager(slot, signature, (*carried, *context))
+        if reason or self._guard is None:
             return self._eager(carried, context, reason)
         self._guard.enter(Event(self.region, slot, Phase.FORWARD))
         lease = _Lease(self.region, slot, self._busy, self._guard)
@@ -130,11 +211,14 @@ class RegionCalls:
         """The reason why no captured pair serves a call; empty if one does."""
         if slot >= len(self._pairs):
             return "more microbatches in flight than at capture"
-        if signature != self._pairs[slot].signature:
-            return "another signature"
-        if self._pairs[slot].moved_inputs(tensors):
+        pair = self._pairs[slot]
+        if signature != pair.signature:
+            return "evaluation" if signature.training != pair.signature.training else "another signature"
+        if pair.moved_inputs(tensors):
             return "an argument that the model owns has moved"
-        return ""
+        if pair.is_held():
+            return "an earlier result is still held"
+        return pair.unforeseen()
 
     def _eager(self, carried: Carried, context: Carried, reason: str) -> Carried:
         self._stats.eager_calls[reason] += 1
@@ -146,11 +230,27 @@ class RegionCalls:
         result = self._eager(carried, context, "observed")
         observer.outputs(self.region, slot, result)
         differentiable = [tensor for tensor in result if tensor.requires_grad]
+        call = _ObservedCall(observer, self.region, slot)
         if differentiable:
-            torch.autograd.graph.register_multi_grad_hook(
-                differentiable, lambda _: observer.backward(self.region, slot), mode="any"
-            )
+            torch.autograd.graph.register_multi_grad_hook(differentiable, call.backward_begins, mode="any")
         return result
+
+
+class _ObservedCall:
+    """Lives in the autograd graph of one observed forward: tells when its backward begins, or that none will come."""
+
+    def __init__(self, observer: PlanObserver, region: Region, slot: int) -> None:
+        self._observer, self._region, self._slot = observer, region, slot
+        self._is_open = True
+
+    def backward_begins(self, _gradient: Tensor) -> None:
+        if self._is_open:
+            self._is_open = False
+            self._observer.backward(self._region, self._slot, autograd_private.backward_pass())
+
+    def __del__(self) -> None:
+        if self._is_open:
+            self._observer.dropped(self._region, self._slot)
 
 
 class _Lease:
@@ -193,7 +293,8 @@ def _region(path: str, layer: SegmentedModule, segments: tuple[Segment, ...]) ->
             carried = as_carried(function(*carried, *context))
         return carried
 
-    modules = {id(m): m for segment in segments for owner in segment.modules for m in owner.modules()}
+    inside = {id(m): m for segment in segments for owner in segment.modules for m in owner.modules()}
+    modules = {id(layer): layer, **inside}  # The layer's own flags and attributes matter to its segments.
     return Region(
         name=path if is_whole else f"{path}.{parts}",
         kind="layer" if is_whole else kinds,

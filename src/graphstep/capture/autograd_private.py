@@ -1,0 +1,19 @@
+"""What torch tells only through private interfaces about autograd and storages, each with a fallback."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def backward_pass() -> int | None:
+    """A number for the backward pass that this thread is in; ``None`` outside of one or where torch does not tell."""
+    current = getattr(torch._C, "_current_graph_task_id", None)
+    number = -1 if current is None else int(current())
+    return None if number < 0 else number
+
+
+def num_holders(tensor: Tensor) -> int | None:
+    """How many tensors and other objects hold the tensor's storage; ``None`` where torch does not tell."""
+    count = getattr(torch._C, "_storage_Use_Count", None)
+    return None if count is None else int(count(tensor.untyped_storage()._cdata))
