@@ -18,6 +18,7 @@ from torch import Tensor
 
 from graphstep.engine import torch_private
 from graphstep.engine.ambient import casts_forgotten, collection_held
+from graphstep.engine.cuda_driver import capturing_node_count, restart_capture
 from graphstep.engine.user_frame import user_line_of
 from graphstep.errors import CaptureError, ConfigError, GraphstepError, LifecycleError, Problem
 
@@ -104,10 +105,12 @@ class CudaEngine:
         index = wanted.index if wanted.index is not None else torch.cuda.current_device()
         self._device = torch.device("cuda", index)
         self._stream = torch.cuda.Stream(self._device)
-        self._pool = torch.cuda.graph_pool_handle()
+        self._token = torch.zeros(1, device=self._device)
+        self._pools = [torch.cuda.graph_pool_handle()]
+        """The last one is captured into; there is more than one only if a failure made one unusable."""
         self._recordings: weakref.WeakSet[CudaRecording] = weakref.WeakSet()
         self._capturing_thread: int | None = None
-        self._anchor: torch.cuda.CUDAGraph | None = None
+        self._anchors: list[torch.cuda.CUDAGraph] = []
         self._is_closed = False
 
     @property
@@ -128,7 +131,7 @@ class CudaEngine:
     @property
     def pool_bytes(self) -> int:
         """Bytes that the private pool has reserved from the driver. Walks the allocator's segments: slow."""
-        return 0 if self._is_closed else torch_private.pool_segments(self._pool)
+        return 0 if self._is_closed else sum(torch_private.pool_segments(pool) for pool in self._pools)
 
     def capture(self, function: Callable[[], Any], *, generators: Sequence[torch.Generator] = ()) -> CudaRecording:
         """Run ``function`` once under stream capture. Nothing is computed until the first replay.
@@ -148,7 +151,6 @@ class CudaEngine:
     def _capture(self, function: Callable[[], Any], generators: Sequence[torch.Generator]) -> CudaRecording:
         named = [generator for generator in generators if generator.device.type == "cuda"]
         rollback = [(g, g.clone_state()) for g in (torch.cuda.default_generators[self._device.index], *named)]
-        reserved_before = torch.cuda.memory_reserved(self._device)
         graph = torch.cuda.CUDAGraph()
         for generator in named:
             graph.register_generator_state(generator)
@@ -156,6 +158,9 @@ class CudaEngine:
         try:
             # Outstanding work is drained first: a watchdog that polls an older event would break the capture.
             torch.cuda.synchronize(self._device)
+            # What eager steps left in the cache would stand beside the pool, which cannot use it.
+            torch.cuda.empty_cache()
+            reserved_before = torch.cuda.memory_reserved(self._device)
             with casts_forgotten(), self.capture_stream():
                 result, num_nodes = self._capture_on_stream(graph, function)
         except BaseException:
@@ -172,10 +177,10 @@ class CudaEngine:
 
     def _capture_on_stream(self, graph: torch.cuda.CUDAGraph, function: Callable[[], Any]) -> tuple[Any, int | None]:
         # Thread-local mode: what other threads do (data loading, checkpoint writing) cannot break the capture.
-        graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+        graph.capture_begin(pool=self._pools[-1], capture_error_mode="thread_local")
         try:
             result = function()
-            num_nodes = torch_private.capturing_node_count(self._stream)
+            num_nodes = capturing_node_count(self._stream)
         except BaseException as error:
             self._abandon(graph)
             if isinstance(error, GraphstepError) or not isinstance(error, RuntimeError):
@@ -190,19 +195,30 @@ class CudaEngine:
         return result, num_nodes
 
     def _abandon(self, graph: torch.cuda.CUDAGraph, *, has_ended: bool = False) -> None:
-        """Take the stream and the allocator out of capture after a failure."""
-        if not has_ended:
-            try:
-                graph.capture_end()
-            except RuntimeError:
-                torch_private.end_pool_allocation(self._device, self._pool)
-        else:
-            torch_private.end_pool_allocation(self._device, self._pool)
+        """Take the stream and the allocators out of a capture that failed. Runs on the capture stream.
+
+        Args:
+            graph: whose ``capture_begin`` has run.
+            has_ended: ``capture_end`` was tried and failed.
+        """
         try:
-            graph.reset()
+            if not has_ended:
+                graph.capture_end()
         except RuntimeError:
-            # Nothing was instantiated; there is nothing to destroy.
-            return
+            has_ended = True
+        if has_ended:
+            try:
+                is_capturing = restart_capture(self._stream)
+                if is_capturing:
+                    self._token.zero_()
+                    graph.capture_end()
+            except RuntimeError:
+                is_capturing = False
+            if not is_capturing:
+                # The allocators still take the pool for one being captured into: its name cannot be used again.
+                self._pools.append(torch.cuda.graph_pool_handle())
+                self._anchors.append(self._hold_pool())
+        graph.reset()
 
     def _prime(self) -> None:
         """Before the first capture: have the math libraries allocate their workspaces, and take hold of the pool.
@@ -211,21 +227,23 @@ class CudaEngine:
         in the graph's pool and go when that graph goes, although other graphs of the stream use it too. The backward
         pass runs in a thread with handles of its own.
         """
-        if self._anchor is not None:
+        if self._anchors:
             return
         with self.capture_stream(), torch.enable_grad(), torch.autocast("cuda", enabled=False):
             for dtype in (torch.float32, torch.bfloat16):
                 weight = torch.zeros(16, 16, dtype=dtype, device=self._device, requires_grad=True)
                 bias = torch.zeros(16, dtype=dtype, device=self._device, requires_grad=True)
                 torch.addmm(bias, weight @ weight, weight).sum().backward()
-            kept = torch.zeros(1, device=self._device)
             torch.cuda.synchronize(self._device)
-            # The allocator gives up a pool that no graph uses and then refuses its name: one graph always uses it.
-            anchor = torch.cuda.CUDAGraph()
-            anchor.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-            kept.zero_()
-            anchor.capture_end()
-        self._anchor = anchor
+            self._anchors.append(self._hold_pool())
+
+    def _hold_pool(self) -> torch.cuda.CUDAGraph:
+        """A graph that always uses the newest pool: the allocator gives up a pool without graphs and refuses its name."""
+        anchor = torch.cuda.CUDAGraph()
+        anchor.capture_begin(pool=self._pools[-1], capture_error_mode="thread_local")
+        self._token.zero_()
+        anchor.capture_end()
+        return anchor
 
     @contextmanager
     def capture_stream(self) -> Iterator[None]:
@@ -263,9 +281,9 @@ class CudaEngine:
         torch.cuda.synchronize(self._device)
         for recording in list(self._recordings):
             recording.close()
-        anchor, self._anchor = self._anchor, None
-        if anchor is not None:
+        for anchor in self._anchors:
             anchor.reset()
+        self._anchors.clear()
 
 
 def _explain(error: Exception) -> CaptureError:

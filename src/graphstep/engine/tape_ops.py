@@ -21,7 +21,7 @@ class Replay(enum.Enum):
     NOTHING = "nothing to do: memory without content"
     CONSTANT = "restore the content that the function brought with it"
     CALL = "call again: it writes into its own arguments"
-    OUT = "call the out-variant on the recorded results"
+    OUT = "call the out-variant on the recorded results, if it gives the same; else as COPY"
     COPY = "call again and copy the results into the recorded ones"
     COLLECTIVE = "call again, wait, and copy the results that are new"
 
@@ -134,8 +134,9 @@ def _describe(operation: Any) -> OperationTraits:
         replay = Replay.NOTHING
     elif has_views:
         replay = Replay.VIEW
-    elif not facts["is_random"]:
+    elif not facts["is_random"] and not unannotated:
         # Random operations keep their own kernel: only that one is known to draw the same numbers in the same order.
+        # So do those that write arguments: out-variants are tried before they are used.
         found = _out_variant(operation)
         if found is not None:
             variant, out_names = found

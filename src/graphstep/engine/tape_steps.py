@@ -41,15 +41,38 @@ def step_for(
         return call if traits.is_foreign else None
     if traits.replay is Replay.OUT and len(fresh) == len(traits.out_names) and not any(map(_repeated, fresh)):
         accepted = {name: value for name, value in call.keywords.items() if name in traits.out_arguments}
-        outs = dict(zip(traits.out_names, fresh, strict=True))
-        variant = partial(traits.out_variant, *call.args, **accepted, **outs)
-        return partial(_write_out, variant, traits.name, [(out, out.shape) for out in fresh])
+        variant = partial(traits.out_variant, *call.args, **accepted)
+        if _gives_the_same(variant, traits.out_names, fresh):
+            into = partial(variant, **dict(zip(traits.out_names, fresh, strict=True)))
+            return partial(_write_out, into, traits.name, [(out, out.shape) for out in fresh])
     return partial(_copy_results, _fix_dtype(func, call, fresh), traits.name, fresh)
 
 
 def restore_constant(content: Tensor) -> Step:
     """A step that brings a constant of the function back to what it is now, in case the function writes to it."""
     return partial(content.copy_, content.clone())
+
+
+def _gives_the_same(variant: partial[Any], names: Sequence[str], results: Sequence[Tensor]) -> bool:
+    """Try an out-variant on other memory: some do not write it for some layouts, or compute something else."""
+    if any(result.is_conj() or result.is_neg() for result in results):
+        return False
+    with torch._C.DisableTorchFunction():
+        probes = [torch.empty_strided(r.shape, r.stride(), dtype=r.dtype, device=r.device) for r in results]
+        for probe in probes:
+            torch_private.all_bytes(probe).fill_(0x5A)
+        try:
+            variant(**dict(zip(names, probes, strict=True)))
+        except (RuntimeError, TypeError):
+            return False
+        return all(_same_bits(probe, result) for probe, result in zip(probes, results, strict=True))
+
+
+def _same_bits(left: Tensor, right: Tensor) -> bool:
+    if left.shape != right.shape:
+        return False
+    flat = [torch.empty(t.numel(), dtype=t.dtype).copy_(t.reshape(-1)).view(torch.uint8) for t in (left, right)]
+    return bool(torch.equal(*flat))
 
 
 def _write_out(variant: Step, name: str, outs: Sequence[tuple[Tensor, torch.Size]]) -> None:

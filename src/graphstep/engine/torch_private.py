@@ -5,7 +5,6 @@ Checked on torch 2.11 (CUDA) and 2.13 (CPU).
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -82,6 +81,12 @@ def has_plain_memory(tensor: Tensor) -> bool:
     return tensor.layout is torch.strided and not tensor.is_quantized and not tensor.is_nested
 
 
+def all_bytes(tensor: Tensor) -> Tensor:
+    """The whole storage of a tensor as bytes, over the same memory."""
+    raw = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+    return raw.set_(tensor.untyped_storage())
+
+
 class WeakStorage:
     """Holds a storage's identity without its memory: as long as this lives, no other storage gets the same key."""
 
@@ -144,36 +149,7 @@ class _CudaBytes:
         }
 
 
-def end_pool_allocation(device: torch.device, pool: Any) -> None:
-    """Stop routing allocations of a failed capture to its pool, and drop that capture's hold on the pool."""
-    end = getattr(torch._C, "_cuda_endAllocateToPool", None)
-    release = getattr(torch._C, "_cuda_releasePool", None)
-    index = device.index if device.index is not None else torch.cuda.current_device()
-    for action in (end, release):
-        if action is not None:
-            try:
-                action(index, pool)
-            except RuntimeError:
-                # The capture had already let go of the pool; nothing is held.
-                return
-
-
 def pool_segments(pool: Any) -> int:
     """Bytes reserved from the driver for one private pool."""
     snapshot = torch.cuda.memory_snapshot()
     return sum(int(segment["total_size"]) for segment in snapshot if tuple(segment["segment_pool_id"]) == tuple(pool))
-
-
-def capturing_node_count(stream: torch.cuda.Stream) -> int | None:
-    """Nodes captured so far on a capturing stream, or ``None`` where the driver does not tell."""
-    try:
-        driver = ctypes.CDLL("libcuda.so.1")
-        capture_info, graph_nodes = driver.cuStreamGetCaptureInfo_v2, driver.cuGraphGetNodes
-    except (OSError, AttributeError):
-        return None
-    status, capture_id, graph, num_nodes = ctypes.c_int(), ctypes.c_uint64(), ctypes.c_void_p(), ctypes.c_size_t()
-    handle = ctypes.c_void_p(stream.cuda_stream)
-    failed = capture_info(handle, ctypes.byref(status), ctypes.byref(capture_id), ctypes.byref(graph), None, None)
-    if failed or not graph.value or graph_nodes(graph, None, ctypes.byref(num_nodes)):
-        return None
-    return int(num_nodes.value)

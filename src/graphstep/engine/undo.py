@@ -35,7 +35,7 @@ class UndoLog:
         """Keep the content of the tensor's whole storage, unless it is kept already."""
         key = torch_private.storage_key(tensor)
         if key not in self._saved:
-            content = _all_bytes(tensor)
+            content = torch_private.all_bytes(tensor)
             self._saved[key] = (content, content.clone())
 
     def drop_unchanged(self, tensor: Tensor) -> bool:
@@ -130,11 +130,6 @@ class WriteObserver(TorchDispatchMode):
                 if tensor.requires_grad and tensor.is_leaf and id(tensor) not in self._gradients:
                     self._gradients[id(tensor)] = (tensor, tensor.grad)
         return given
-
-
-def _all_bytes(tensor: Tensor) -> Tensor:
-    raw = torch.empty(0, dtype=torch.uint8, device=tensor.device)
-    return raw.set_(tensor.untyped_storage())
 
 
 def _same_bytes(left: Tensor, right: Tensor) -> bool:
