@@ -238,7 +238,7 @@ class CudaEngine:
             self._anchors.append(self._hold_pool())
 
     def _hold_pool(self) -> torch.cuda.CUDAGraph:
-        """A graph that always uses the newest pool: the allocator gives up a pool without graphs and refuses its name."""
+        """A graph in the newest pool: the allocator gives up a pool that no graph uses, and refuses its name."""
         anchor = torch.cuda.CUDAGraph()
         anchor.capture_begin(pool=self._pools[-1], capture_error_mode="thread_local")
         self._token.zero_()
