@@ -107,6 +107,8 @@ class GraphPair:
 
     def capture_forward(self) -> None:
         """Capture the forward half. Its outputs and what autograd saved stay in the pool until the backward half."""
+        if self._forward is not None:
+            raise LifecycleError("the forward half is captured already", where=self.region.name)
         self._forward = self._session.capture(self._stats, self._call, observation=self._observation)
         self.outputs, self._result_structure = flatten(self._forward.result)
         self._differentiable = tuple(output.requires_grad for output in self.outputs)
@@ -120,6 +122,8 @@ class GraphPair:
         """
         if self._forward is None:
             raise LifecycleError("the forward half is not captured yet", where=self.region.name)
+        if self._backward is not None:
+            raise LifecycleError("the backward half is captured already", where=self.region.name)
         self.grad_outputs = list(grad_outputs)
         outputs = [output for output, wanted in zip(self.outputs, self._differentiable, strict=True) if wanted]
         given = [gradient for gradient in grad_outputs if gradient is not None]

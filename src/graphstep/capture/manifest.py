@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from graphstep.capture.fast_check import FastCheck
 from graphstep.errors import StaleAddressError
 
 
@@ -76,10 +77,11 @@ class Watched:
     children: tuple[Child, ...]
     sizes: tuple[tuple[str, Mapping[str, Any], int], ...]
     """Module path, the dict of its parameters, buffers or submodules, and how many those were."""
+    fast: FastCheck
 
     def is_unchanged(self) -> bool:
-        """Compare, reading only host data. Cost: about half a microsecond a parameter."""
-        return not (
+        """Compare, reading only host data. Cost: about a quarter of a microsecond a parameter if nothing changed."""
+        return self.fast.holds() or not (
             any(entry.has_changed() for entry in self.entries)
             or any(child.container.get(child.key) is not child.module for child in self.children)
             or any(len(contents) != size for _, contents, size in self.sizes)
@@ -149,7 +151,9 @@ class Manifest:
                 name = f"of shape {tuple(leaf.shape)} outside the model"
                 entries[id(leaf), ""] = _entry(name, Role.WEIGHT, leaf, {"": leaf}, "")
         self._entries.update(entries)
-        return Watched(tuple(entries.values()), tuple(children), tuple(sizes))
+        tensors = [entry.tensor for entry in entries.values() if entry.tensor is not None]
+        fast = FastCheck((contents for _, contents, _ in sizes), tensors)
+        return Watched(tuple(entries.values()), tuple(children), tuple(sizes), fast)
 
     def forget(self) -> None:
         """Drop all entries and let go of the tensors."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -36,7 +37,10 @@ class StaticInputs:
         Host tensors in pinned memory are copied without waiting; they must stay unchanged until the device has read
         them. Cost: one copy a tensor.
         """
-        tensors, _ = flatten(arguments)
+        self.load_tensors(flatten(arguments)[0])
+
+    def load_tensors(self, tensors: Sequence[Tensor]) -> None:
+        """The same for a call that is flat already."""
         for target, source in zip(self._tensors, tensors, strict=True):
             refresh(target, source)
 

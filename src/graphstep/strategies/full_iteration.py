@@ -104,7 +104,8 @@ class FullCudaGraphWrapper:
         self._session.require_open()
         batches = [next(data_iterator) for _ in range(num_microbatches)]
         stats = self._stats(forward_only)
-        if any(tensor.requires_grad for tensor in flatten(batches)[0]):
+        tensors, _ = flatten(batches)
+        if any(tensor.requires_grad for tensor in tensors):
             return self._plainly(batches, forward_only, "a batch wants a gradient")
         iteration = self._iteration(batches, forward_only)
         if iteration is None:
@@ -121,9 +122,10 @@ class FullCudaGraphWrapper:
             with self._session.timed(stats):
                 iteration.static.load(batches)
                 iteration.graph = self._capture(iteration, forward_only)
+        # The copies run while the host checks; should it refuse, they have changed nothing but the graph's own inputs.
+        iteration.static.load_tensors(tensors)
         verify(iteration.graph.watched, "full_iteration, before replay")
         iteration.homes.settle()
-        iteration.static.load(batches)
         iteration.graph.recording.replay()
         stats.num_replays += 1
         losses: Tensor = iteration.graph.recording.result

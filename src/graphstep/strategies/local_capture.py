@@ -17,6 +17,7 @@ from graphstep.capture.region import Region
 from graphstep.capture.session import GraphSession
 from graphstep.capture.signature import TensorLayout
 from graphstep.capture.static_inputs import own_entries
+from graphstep.engine.ambient import collection_held
 from graphstep.errors import CaptureError
 
 Pairs = dict[tuple[Region, int], GraphPair]
@@ -64,21 +65,22 @@ def capture_plan(
     trained = plan.trained()
     pairs: Pairs = {}
     events = [event for event in plan.first_events() if (event.region, event.slot) in trained]
-    for position, event in enumerate(events):
-        stats = session.stats(event.region.name, event.region.kind)
-        try:
-            with session.timed(stats):
-                if event.phase is Phase.FORWARD:
-                    capturing.forward(event, pairs)
-                else:
-                    capturing.backward(event, pairs, events[position + 1 :])
-        except CaptureError as error:
-            where = f"{event.region.name}, {event.phase.value}"
-            capturing.abandon(pairs)
-            raise CaptureError(error.what, where=f"{where}; {error.where}", fix=error.fix) from error
-        except BaseException:
-            capturing.abandon(pairs)
-            raise
+    with collection_held():
+        for position, event in enumerate(events):
+            stats = session.stats(event.region.name, event.region.kind)
+            try:
+                with session.timed(stats):
+                    if event.phase is Phase.FORWARD:
+                        capturing.forward(event, pairs)
+                    else:
+                        capturing.backward(event, pairs, events[position + 1 :])
+            except CaptureError as error:
+                where = f"{event.region.name}, {event.phase.value}"
+                capturing.abandon(pairs)
+                raise CaptureError(error.what, where=f"{where}; {error.where}", fix=error.fix) from error
+            except BaseException:
+                capturing.abandon(pairs)
+                raise
     return pairs
 
 
