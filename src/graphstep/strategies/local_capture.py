@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from graphstep.capture.garbage import collected_once
 from graphstep.capture.graph_pair import GraphPair
 from graphstep.capture.observe import training_flags_kept
 from graphstep.capture.plan import Event, Origin, Phase, Plan
@@ -17,7 +18,6 @@ from graphstep.capture.region import Region
 from graphstep.capture.session import GraphSession
 from graphstep.capture.signature import TensorLayout
 from graphstep.capture.static_inputs import own_entries
-from graphstep.engine.ambient import collection_held
 from graphstep.errors import CaptureError
 
 Pairs = dict[tuple[Region, int], GraphPair]
@@ -65,7 +65,7 @@ def capture_plan(
     trained = plan.trained()
     pairs: Pairs = {}
     events = [event for event in plan.first_events() if (event.region, event.slot) in trained]
-    with collection_held():
+    with collected_once():
         for position, event in enumerate(events):
             stats = session.stats(event.region.name, event.region.kind)
             try:
