@@ -155,7 +155,7 @@ def test_config_prints_values_and_where_they_come_from(
     assert rows["--kv-channels"] == ["32", "derived"]
     assert rows["--disable-bias-linear"] == ["yes", "option"]
     assert rows["--swiglu"] == ["no", "default"]
-    assert rows["--check-for-nan-in-loss-and-grad"] == ["yes", "default"]
+    assert rows["--no-check-for-nan-in-loss-and-grad"] == ["no", "default"]
     assert rows["--inference-cuda-graph-scope"] == ["layer", "derived"]
     assert captured.out.splitlines()[-1].startswith("graphstep train --num-layers 3")
     assert captured.err.startswith("note: --rotary-base")

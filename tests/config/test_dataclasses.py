@@ -138,6 +138,24 @@ def test_effective_inference_scope(impl: str, scope: str | None, effective: str)
     assert graphs.inference_scope == effective
 
 
+@pytest.mark.parametrize(
+    ("impl", "scope", "code"),
+    [
+        ("none", "layer", "inference-scope-needs-local"),
+        ("full_iteration", "block", "inference-scope-needs-local"),
+        ("local", "none", "inference-scope-none"),
+    ],
+)
+def test_a_scope_that_does_not_fit_is_refused(impl: str, scope: str, code: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        CudaGraphConfig(impl=impl, inference_scope=scope)  # type: ignore[arg-type]
+    assert [problem.code for problem in caught.value.problems] == [code]
+
+
+def test_router_and_preprocessing_are_captured_together_by_local() -> None:
+    assert CudaGraphConfig(impl="local", modules="moe_preprocess").modules == ("moe_preprocess", "moe_router")  # type: ignore[arg-type]
+
+
 def test_enums_are_text() -> None:
     assert str(CudaGraphImpl.local) == f"{CudaGraphImpl.local}" == CudaGraphImpl.local == "local"
     assert [module.value for module in CudaGraphModule] == [

@@ -7,6 +7,7 @@ import json
 import pytest
 
 from graphstep.config import CudaGraphImpl, CudaGraphModule, RunConfig, from_argv
+from graphstep.config.run import SECTIONS
 from graphstep.errors import ConfigError, Problem
 
 
@@ -57,11 +58,11 @@ def test_a_dash_and_odd_words_are_values() -> None:
 
 
 def test_the_last_one_counts_and_is_noticed() -> None:
-    config = parse("--num-layers 2 --num-layers 3 --check-for-nan-in-loss-and-grad --bf16 --bf16")
+    config = parse("--num-layers 2 --num-layers 3 --bf16 --bf16")
     assert config.model.num_layers == 3
     assert [(notice.code, notice.where) for notice in config.notices] == [("given-twice", "--num-layers")]
-    config = from_argv(["--no-check-for-nan-in-loss-and-grad", "--check-for-nan-in-loss-and-grad"])
-    assert config.training.check_for_nan_in_loss_and_grad
+    config = from_argv(["--no-append-eod", "--append-eod"])
+    assert config.data.append_eod
     assert [notice.code for notice in config.notices] == ["given-twice"]
 
 
@@ -176,7 +177,7 @@ def test_json_is_plain() -> None:
     config = parse("--cuda-graph-impl local --cuda-graph-modules attn --data-path a")
     content = config.to_json()
     assert json.loads(json.dumps(content)) == content
-    assert list(content) == ["model", "training", "data", "graphs"]
+    assert list(content) == list(SECTIONS)
     assert content["graphs"]["modules"] == ["attn"]
     assert content["graphs"]["impl"] == "local"
     assert content["data"]["data_path"] == ["a"]

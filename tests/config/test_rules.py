@@ -5,153 +5,106 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
+from tests.config.rule_examples import (
+    BY_NAME,
+    FULL,
+    LOCAL,
+    NOTICES,
+    NOTICES_TOGETHER,
+    PROBLEMS,
+    TRAINING_NOTICES,
+    TRAINING_PROBLEMS,
+    TRAINING_PROBLEMS_TOGETHER,
+    WRONG_VALUES,
+    Example,
+    any_use_of,
+    example,
+)
 
-from graphstep.config import DataConfig, ModelConfig, RunConfig, TrainingConfig, from_argv
+from graphstep.config import RunConfig, from_argv
 from graphstep.config.options import OPTIONS
 from graphstep.config.rules import RULES, Rule
-from graphstep.config.switches import CudaGraphConfig
+from graphstep.config.rules.rule import FACTS
+from graphstep.config.run import SECTIONS
 from graphstep.errors import ConfigError
 
-FULL = "--cuda-graph-impl full_iteration --no-check-for-nan-in-loss-and-grad"
-LOCAL = "--cuda-graph-impl local"
-
-# rule -> a command line that breaks it, and nothing else
-PROBLEMS = {
-    "heads-divide-hidden": "--hidden-size 100 --num-attention-heads 3",
-    "groups-divide-heads": "--group-query-attention --num-query-groups 3",
-    "groups-missing": "--group-query-attention",
-    "sequence-exceeds-positions": "--seq-length 64 --max-position-embeddings 32",
-    "rotary-channels": "--position-embedding-type rope --kv-channels 5",
-    "batches-divide": "--micro-batch-size 4 --global-batch-size 6",
-    "min-lr-above-lr": "--lr 1e-4 --min-lr 1e-3",
-    "warmup-init-above-lr": "--lr 1e-4 --lr-warmup-init 1e-3",
-    "warmup-given-twice": "--lr-warmup-fraction 0.1 --lr-warmup-iters 3",
-    "warmup-too-long": "--train-iters 10 --lr-warmup-iters 10",
-    "wsd-decay-missing": "--lr-decay-style WSD",
-    "wsd-decay-too-long": "--lr-decay-style WSD --train-iters 10 --lr-warmup-iters 5 --lr-wsd-decay-iters 6",
-    "comparison-too-long": f"--train-iters 10 --compare-with-eager 20 {LOCAL}",
-    "tokenizer-model-missing": "--tokenizer-type HuggingFaceTokenizer",
-    "mock-and-real-data": "--mock-data --data-path a.txt",
-    "validation-without-data": "--split 1,0,1",
-    "full-iteration-nan-check": "--cuda-graph-impl full_iteration",
-    "full-iteration-modules": f"{FULL} --cuda-graph-modules attn",
-    "modules-need-experts": f"{LOCAL} --cuda-graph-modules attn moe_router",
-    "modules-match-nothing": f"{LOCAL} --cuda-graph-modules mamba",
-    "inference-scope-needs-local": f"{FULL} --inference-cuda-graph-scope block",
-    "inference-scope-none": f"{LOCAL} --inference-cuda-graph-scope none",
-}
-NOTICES = {
-    "groups-without-effect": "--num-query-groups 2",
-    "rotary-without-effect": "--rotary-base 5",
-    "qkv-bias-without-effect": "--add-qkv-bias",
-    "warmup-beyond-run": "--train-iters 10 --lr-decay-iters 100 --lr-warmup-iters 20",
-    "wsd-without-effect": "--lr-wsd-decay-iters 3",
-    "decay-without-effect": "--lr-decay-style constant --min-lr 1e-5",
-    "comparison-without-graphs": "--compare-with-eager 3",
-    "save-interval-without-save": "--save-interval 3",
-    "eval-interval-without-effect": "--eval-interval 7 --eval-iters 0",
-    "tokenizer-model-without-effect": "--tokenizer-model tokenizer.json",
-    "module-matches-nothing": f"{LOCAL} --cuda-graph-modules attn mamba",
-    "modules-without-graphs": "--cuda-graph-modules moe",
-    "warmup-zero": f"{LOCAL} --cuda-graph-warmup-steps 0",
-    "warmup-without-graphs": "--cuda-graph-warmup-steps 5",
-    "pool-without-effect": f"{LOCAL} --no-cuda-graph-use-single-mempool",
-    "retain-without-effect": f"{FULL} --cuda-graph-retain-backward-graph",
-}
-TRAINING_PROBLEMS = {
-    "not-available-transformer-engine": "--cuda-graph-impl transformer_engine",
-    "not-available-optimizer-graph": "--optimizer-cuda-graph",
-    "not-available-retain": f"{LOCAL} --cuda-graph-retain-backward-graph",
-}
-TRAINING_NOTICES = {
-    "inference-scope-without-effect": f"{LOCAL} --inference-cuda-graph-scope block",
-    "pool-always-single": f"{FULL} --no-cuda-graph-use-single-mempool",
-}
-
-# option -> values that are wrong by themselves
-WRONG_VALUES = {
-    "num_layers": (0, -1),
-    "hidden_size": (0,),
-    "num_attention_heads": (0,),
-    "num_query_groups": (-1,),
-    "kv_channels": (-1,),
-    "ffn_hidden_size": (-1,),
-    "seq_length": (0,),
-    "max_position_embeddings": (-1,),
-    "vocab_size": (-1,),
-    "normalization": ("layernorm",),
-    "position_embedding_type": ("alibi",),
-    "norm_epsilon": (0.0,),
-    "rotary_base": (0.0,),
-    "rotary_percent": (0.0, 1.1),
-    "attention_dropout": (-0.1, 1.0),
-    "hidden_dropout": (-0.1, 1.0),
-    "init_method_std": (0.0,),
-    "micro_batch_size": (0,),
-    "global_batch_size": (-4,),
-    "train_iters": (0,),
-    "lr": (-1.0,),
-    "min_lr": (-1.0,),
-    "lr_decay_style": ("wsd",),
-    "lr_decay_iters": (-1,),
-    "lr_warmup_iters": (-1,),
-    "lr_warmup_init": (-1.0,),
-    "lr_wsd_decay_style": ("constant",),
-    "lr_wsd_decay_iters": (-1,),
-    "weight_decay": (-0.1,),
-    "clip_grad": (-1.0,),
-    "adam_beta1": (-0.1, 1.0),
-    "adam_beta2": (-0.1, 1.0),
-    "adam_eps": (0.0,),
-    "seed": (-1,),
-    "eval_interval": (0,),
-    "eval_iters": (-1,),
-    "log_interval": (0,),
-    "save_interval": (-1,),
-    "device": ("gpu",),
-    "compare_with_eager": (-1,),
-    "data_path": ((),),
-    "split": ("", "0,1,1", "a,b,c", "1,2,3,4", "1,-1,1", "nan,1,1", "1e400"),
-    "tokenizer_type": ("bytes",),
-    "make_vocab_size_divisible_by": (0,),
-    "cuda_graph_warmup_steps": (-1,),
-}
+WITHOUT_EFFECT = [
+    rule.fields[0]
+    for rule in RULES
+    if rule.code.endswith("-without-effect") and f"given_{rule.fields[0]}" in rule.fields and not rule.for_training
+]
+IDLE_IN_TRAIN = [rule.fields[0] for rule in RULES if rule.code.endswith("-unused-in-train")]
 
 
-def codes(argv: str, *, for_training: bool = False) -> list[str]:
+def read(value: str | Example, *, for_training: bool = False) -> RunConfig:
+    it = example(value)
+    return from_argv(it.argv.split(), it.env, machine=it.machine, for_training=for_training)
+
+
+def codes(value: str | Example, *, for_training: bool = False) -> list[str]:
     with pytest.raises(ConfigError) as caught:
-        from_argv(argv.split(), for_training=for_training)
+        read(value, for_training=for_training)
     return [problem.code for problem in caught.value.problems]
 
 
-@pytest.mark.parametrize(("code", "argv"), PROBLEMS.items())
-def test_a_broken_rule_is_the_only_problem(code: str, argv: str) -> None:
-    assert codes(argv) == [code]
+def noticed(value: str | Example, *, for_training: bool = False) -> list[str]:
+    return [notice.code for notice in read(value, for_training=for_training).notices]
 
 
-@pytest.mark.parametrize(("code", "argv"), NOTICES.items())
-def test_a_broken_notice_lets_the_run_go_on(code: str, argv: str) -> None:
-    assert [notice.code for notice in from_argv(argv.split()).notices] == [code]
+@pytest.mark.parametrize(("code", "value"), PROBLEMS.items())
+def test_a_broken_rule_is_the_only_problem(code: str, value: str | Example) -> None:
+    assert codes(value) == [code]
 
 
-@pytest.mark.parametrize(("code", "argv"), TRAINING_PROBLEMS.items())
-def test_what_train_cannot_do_yet_is_refused_by_train_only(code: str, argv: str) -> None:
-    assert codes(argv, for_training=True) == [code]
-    assert from_argv(argv.split()).notices == ()
+@pytest.mark.parametrize(("code", "value"), NOTICES.items())
+def test_a_broken_notice_lets_the_run_go_on(code: str, value: str | Example) -> None:
+    assert noticed(value) == [code]
 
 
-@pytest.mark.parametrize(("code", "argv"), TRAINING_NOTICES.items())
-def test_what_has_no_effect_in_train_is_said_in_train_only(code: str, argv: str) -> None:
-    assert [notice.code for notice in from_argv(argv.split(), for_training=True).notices] == [code]
-    assert from_argv(argv.split()).notices == ()
+@pytest.mark.parametrize(("code", "value"), NOTICES_TOGETHER.items())
+def test_notices_come_together(code: str, value: str | Example) -> None:
+    assert code in noticed(value)
+
+
+@pytest.mark.parametrize("name", WITHOUT_EFFECT)
+def test_an_option_without_effect_is_a_notice(name: str) -> None:
+    if name not in ("num_query_groups",):
+        assert noticed(any_use_of(BY_NAME[name])) == [f"{name.replace('_', '-')}-without-effect"]
+
+
+@pytest.mark.parametrize("name", IDLE_IN_TRAIN)
+def test_an_option_without_effect_in_train_is_a_notice_there(name: str) -> None:
+    words = any_use_of(BY_NAME[name])
+    if name == "transformer_impl":
+        words = f"{words} --normalization RMSNorm --disable-bias-linear"
+    assert set(noticed(words, for_training=True)) - set(noticed(words)) == {f"{name.replace('_', '-')}-unused-in-train"}
+
+
+@pytest.mark.parametrize(("code", "value"), TRAINING_PROBLEMS.items())
+def test_what_train_cannot_do_yet_is_refused_by_train_only(code: str, value: str | Example) -> None:
+    assert codes(value, for_training=True) == [code]
+    read(value)
+
+
+@pytest.mark.parametrize(("code", "value"), TRAINING_PROBLEMS_TOGETHER.items())
+def test_what_train_cannot_do_yet_may_come_together(code: str, value: str | Example) -> None:
+    found = codes(value, for_training=True)
+    assert code in found
+    assert all(other.startswith("not-available-") for other in found)
+    read(value)
+
+
+@pytest.mark.parametrize(("code", "value"), TRAINING_NOTICES.items())
+def test_what_has_no_effect_in_train_is_said_in_train_only(code: str, value: str | Example) -> None:
+    assert noticed(value, for_training=True) == [code]
+    assert noticed(value) == []
 
 
 @pytest.mark.parametrize(("name", "value"), [(name, value) for name, bad in WRONG_VALUES.items() for value in bad])
 def test_a_wrong_value_is_the_only_problem(name: str, value: object) -> None:
-    target = {option.dest: option for option in OPTIONS}[name]
-    section = {"model": ModelConfig, "training": TrainingConfig, "data": DataConfig, "graphs": CudaGraphConfig}
+    target = BY_NAME[name]
     with pytest.raises(ConfigError) as caught:
-        section[str(target.section)](**{target.target: value})
+        SECTIONS[str(target.section)](**{target.target: value})
     assert [problem.code for problem in caught.value.problems] == [f"{name.replace('_', '-')}-range"]
     assert caught.value.problems[0].where == target.spellings[0]
 
@@ -162,9 +115,12 @@ def test_warmup_fraction_out_of_range(fraction: str) -> None:
 
 
 def test_every_rule_has_an_example() -> None:
-    examples = {*PROBLEMS, *NOTICES, *TRAINING_PROBLEMS, *TRAINING_NOTICES, "lr-warmup-fraction-range"}
+    examples = {*PROBLEMS, *NOTICES, *NOTICES_TOGETHER, *TRAINING_PROBLEMS, *TRAINING_PROBLEMS_TOGETHER}
+    examples |= {*TRAINING_NOTICES, "lr-warmup-fraction-range"}
     examples |= {f"{name.replace('_', '-')}-range" for name in WRONG_VALUES}
-    assert {rule.code for rule in RULES} == examples
+    examples |= {f"{name.replace('_', '-')}-without-effect" for name in WITHOUT_EFFECT}
+    examples |= {f"{name.replace('_', '-')}-unused-in-train" for name in IDLE_IN_TRAIN}
+    assert {rule.code for rule in RULES} ^ examples <= {"num-query-groups-without-effect"}
 
 
 def test_codes_are_unique() -> None:
@@ -173,14 +129,30 @@ def test_codes_are_unique() -> None:
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.code)
 def test_a_rule_declares_what_it_looks_at_and_names_real_options(rule: Rule) -> None:
-    options = RunConfig().options() | {option.dest: option.default for option in OPTIONS if option.section is None}
-    options |= {f"given_{option.dest}": True for option in OPTIONS} | {"layer_modules": frozenset()}
-    options |= {"cuda_graph_impl": "local", "cuda_graph_modules": ("mamba",)}
+    options = from_argv([], {}).options() | {
+        option.dest: option.default for option in OPTIONS if option.section is None
+    }
+    options |= dict.fromkeys(FACTS, 1) | {f"given_{option.dest}": True for option in OPTIONS}
+    options |= {"layer_modules": frozenset(), "te_version": (), "flashinfer_version": (), "given_half_of_router": True}
+    options |= {"unmatched_modules": "", "unknown_recompute_modules": "", "unknown_offload_modules": ""}
+    options |= RunConfig().options() | {"cuda_graph_impl": "local", "cuda_graph_modules": ("mamba",)}
+    options |= {"world_size": 1, "rank": 0, "expandable_segments": False}
+    options |= dict.fromkeys(
+        (
+            "nccl_graph_register",
+            "cuda_device_max_connections",
+            "nvte_cpu_offload_v1",
+            "cuda_graphs_use_node_priority",
+            "cuda_graph_capture_freeze_gc",
+        ),
+        "",
+    )
     declared = {name: options[name] for name in rule.fields}
     assert isinstance(rule.broken(SimpleNamespace(**declared)), bool)
     assert rule.what.format_map(declared)
     assert rule.fix
     assert rule.fix.format_map(declared)
+    assert rule.page == f"docs/rules.md#{rule.code}"
     spellings = {spelling for option in OPTIONS for spelling in option.spellings}
     named = {word.strip(".,:;()") for word in f"{rule.what} {rule.fix} {rule.where}".split() if word.startswith("--")}
     assert named <= spellings

@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
-from graphstep.config.arguments import from_argv
+from graphstep.config.arguments import from_argv, from_options
 from graphstep.config.data import DataConfig
+from graphstep.config.environment import Environment, Machine
+from graphstep.config.inference import InferenceConfig
+from graphstep.config.layers import LayersConfig
+from graphstep.config.loop import LoopConfig
+from graphstep.config.memory import MemoryConfig
 from graphstep.config.model import ModelConfig
+from graphstep.config.moe import MoEConfig
+from graphstep.config.parallel import ParallelConfig
+from graphstep.config.precision import PrecisionConfig
+from graphstep.config.rl import RLConfig
 from graphstep.config.run import RunConfig
 from graphstep.config.switches import CudaGraphConfig, CudaGraphImpl, CudaGraphModule, InferenceCudaGraphScope
 from graphstep.config.training import TrainingConfig
@@ -15,10 +24,21 @@ __all__ = [
     "CudaGraphImpl",
     "CudaGraphModule",
     "DataConfig",
+    "Environment",
+    "InferenceConfig",
     "InferenceCudaGraphScope",
+    "LayersConfig",
+    "LoopConfig",
+    "Machine",
+    "MemoryConfig",
+    "MoEConfig",
     "ModelConfig",
     "Notice",
+    "ParallelConfig",
+    "PrecisionConfig",
+    "RLConfig",
     "RunConfig",
     "TrainingConfig",
     "from_argv",
+    "from_options",
 ]

@@ -1,9 +1,21 @@
-"""Values that are worked out from others when they are left out."""
+"""Values that are worked out from others when they are left out, and facts about the model and the ranks."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
+
+from graphstep.config.choices import OFFLOAD_MODULES, RECOMPUTE_MODULES
+from graphstep.config.layer_freq import MAX_LAYERS, moe_layers
+
+EXPERT_MODULES = frozenset({"moe", "moe_router", "moe_preprocess"})
+_MODULES_OF_LAYER: Mapping[str, frozenset[str]] = {
+    "M": frozenset({"mamba"}),
+    "*": frozenset({"attn"}),
+    "-": frozenset({"mlp"}),
+    "E": EXPERT_MODULES,
+}
 
 
 def derived_options(options: Mapping[str, Any], skip: Collection[str] = ()) -> dict[str, Any]:
@@ -25,14 +37,118 @@ def underivable(options: Mapping[str, Any], derived: Collection[str]) -> set[str
     return {name for name in DERIVED if options.get(name) == 0 and name not in derived}
 
 
+def implied_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values that options have when they are left out and these others are given.
+
+    Args:
+        options: all values by name.
+    """
+    found: dict[str, Any] = {}
+    pattern = options["hybrid_layer_pattern"]
+    if pattern is not None and is_layer_pattern(pattern):
+        found["num_layers"] = len(pattern_layers(pattern))
+    trains_whole_iterations = options["cuda_graph_impl"] == "full_iteration" and not options["skip_train"]
+    looks_itself = options["fp16"] and options["loss_scale"] is None
+    if (looks_itself or options["fake_process_group"]) and not trains_whole_iterations:
+        found["check_for_nan_in_loss_and_grad"] = False
+    if options["use_transformer_engine_op_fuser"] and options["moe_grouped_gemm"]:
+        found["moe_use_grouped_tensor"] = True
+    if options["use_megatron_fsdp"] and options["cuda_graph_impl"] != "none":
+        found["megatron_fsdp_cuda_graph_mode"] = True
+    return found
+
+
+def complete_modules(impl: str, modules: Collection[str]) -> tuple[str, ...]:
+    """Return the modules that are captured: ``local`` cannot tell router and preprocessing apart."""
+    found = list(dict.fromkeys(modules))
+    if impl == "local" and {"moe_router", "moe_preprocess"}.intersection(found):
+        found += [module for module in ("moe_router", "moe_preprocess") if module not in found]
+    return tuple(found)
+
+
+def is_layer_pattern(pattern: str) -> bool:
+    """Can ``--hybrid-layer-pattern`` be read?"""
+    return re.fullmatch(r"[M*EGD|-]*(/[M*EGD-]+)*", pattern) is not None and len(pattern_layers(pattern)) > 0
+
+
+def pattern_layers(pattern: str) -> str:
+    """Return one letter a layer: without separators and without the layers of multi-token prediction."""
+    return pattern.partition("/")[0].replace("|", "")
+
+
 def layer_modules(options: Mapping[str, Any]) -> frozenset[str]:
     """Return the parts that the layers of the model have, by the names of ``--cuda-graph-modules``.
 
     Args:
-        options: values by name; dense decoders are all there is so far, so none of them matters.
+        options: values by name.
     """
-    del options
-    return frozenset({"attn", "mlp"})
+    pattern = options["hybrid_layer_pattern"]
+    if pattern is not None:
+        parts = (_MODULES_OF_LAYER.get(letter, frozenset[str]()) for letter in set(pattern_layers(pattern)))
+        return frozenset[str]().union(*parts)
+    if options["num_experts"] is None:
+        return frozenset({"attn", "mlp"})
+    has_experts = moe_layers(options["moe_layer_freq"], min(options["num_layers"], MAX_LAYERS))
+    dense = frozenset({"mlp"}) if not all(has_experts) else frozenset[str]()
+    return frozenset({"attn"}) | dense | (EXPERT_MODULES if any(has_experts) else frozenset())
+
+
+def model_facts(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what rules look at and what is no option, as far as it follows from the options.
+
+    Args:
+        options: all values by name.
+    """
+    modules = layer_modules(options)
+    return {
+        "layer_modules": modules,
+        "unmatched_modules": unknown_words(options["cuda_graph_modules"], modules),
+        "unknown_recompute_modules": unknown_words(options["recompute_modules"], RECOMPUTE_MODULES),
+        "unknown_offload_modules": unknown_words(options["offload_modules"], OFFLOAD_MODULES),
+    }
+
+
+def rank_facts(options: Mapping[str, Any], world_size: int) -> dict[str, Any]:
+    """Return what rules look at and what is no option, as far as it follows from the number of ranks."""
+    return {
+        "ranks_of_a_replica": ranks_of_a_replica(options),
+        "data_parallel_size": data_parallel_size(options, world_size),
+        "communicates_in_graphs": communicates_in_graphs(options, world_size),
+    }
+
+
+def unknown_words(words: Collection[str] | None, known: Collection[str]) -> str:
+    """Return those that are not known, separated by commas."""
+    return ", ".join(sorted({word for word in words or () if word not in known}))
+
+
+def ranks_of_a_replica(options: Mapping[str, Any]) -> int:
+    """Return the ranks that share one copy of the model, at least 1."""
+    sizes = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
+    product = max(options["tensor_parallel_num_weight_shards"], 1)
+    for name in sizes:
+        product *= max(options[name], 1)
+    return int(product)
+
+
+def data_parallel_size(options: Mapping[str, Any], world_size: int) -> int:
+    """Return the number of copies of the model, at least 1."""
+    return max(world_size // ranks_of_a_replica(options), 1)
+
+
+def default_global_batch_size(options: Mapping[str, Any], world_size: int) -> int:
+    """Return the global batch size when it is left out: one microbatch for each copy of the model."""
+    return int(options["micro_batch_size"]) * data_parallel_size(options, world_size)
+
+
+def communicates_in_graphs(options: Mapping[str, Any], world_size: int) -> bool:
+    """Do ranks talk to each other inside a graph? Gradients of ``local`` are reduced outside of them."""
+    if world_size <= 1 or options["cuda_graph_impl"] == "none":
+        return False
+    inside = ("tensor_model_parallel_size", "context_parallel_size", "tensor_parallel_num_weight_shards")
+    modules = options["cuda_graph_modules"]
+    has_experts = options["expert_model_parallel_size"] > 1 and (not modules or "moe" in modules)
+    return options["cuda_graph_impl"] == "full_iteration" or any(options[n] > 1 for n in inside) or has_experts
 
 
 def padded_vocab_size(vocab_size: int, multiple: int) -> int:

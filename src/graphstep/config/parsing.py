@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from graphstep.config.migrations import REMOVED
 from graphstep.config.options import OPTIONS, Option
 from graphstep.config.suggest import suggestion
 from graphstep.config.validation import Notice
@@ -61,7 +62,7 @@ def read_options(argv: Sequence[str], options: Sequence[Option] = OPTIONS) -> Re
             _read_option(option, chunk, reading)
         elif chunk.spelling:
             what = f"there is no option {chunk.spelling}"
-            fix = suggestion(chunk.spelling, table, _HELP_HINT)
+            fix = REMOVED.get(chunk.spelling) or suggestion(chunk.spelling, table, _HELP_HINT)
             reading.problems.append(Problem("unknown-option", what, chunk.spelling, fix))
         else:
             _refuse_words(chunk.words, "before the first option", "", reading)
@@ -122,7 +123,7 @@ def _convert(option: Option, word: str, spelling: str, reading: Reading) -> Any:
     code, expected, fix = "malformed-value", "", f"write {spelling} {_placeholder(option)}"
     if option.choices and word not in option.choices:
         code, expected = "unknown-choice", "one of " + ", ".join(option.choices)
-        fix = suggestion(word, option.choices, "use one of these")
+        fix = REMOVED.get(word) or suggestion(word, option.choices, "use one of these")
     else:
         try:
             return option.type(word)

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from graphstep.config.validation import as_words, settle, to_member
+from graphstep.config.derived import complete_modules
+from graphstep.config.validation import module_words, settle, to_member
 
 
 class CudaGraphImpl(StrEnum):
@@ -72,10 +73,11 @@ class CudaGraphConfig:
     impl: CudaGraphImpl = CudaGraphImpl.none
     """The strategy."""
     modules: tuple[CudaGraphModule, ...] = ()
-    """Parts of a layer to capture, without repeats; empty: whole layers. Always empty for ``full_iteration``."""
+    """Parts of a layer to capture, without repeats; empty: whole layers. Always empty for ``full_iteration``; ``local``
+    completes ``moe_router`` and ``moe_preprocess`` with each other."""
     inference_scope: InferenceCudaGraphScope | None = None
-    """What an inference graph covers, never ``None`` once built: only ``local`` makes inference graphs, of a layer
-    unless ``block`` is asked for; every other implementation has ``none``."""
+    """What an inference graph covers, never ``None`` once built: ``layer`` for ``local``, which can have ``block``;
+    ``none`` for every other implementation."""
     warmup_steps: int = 3
     """Eager steps before the capture, >= 0. With 0 the libraries set themselves up inside the capture: discouraged."""
     use_single_mempool: bool = True
@@ -91,10 +93,11 @@ class CudaGraphConfig:
         scope = self.inference_scope
         if scope is not None:
             scope = to_member(InferenceCudaGraphScope, scope, "inference_cuda_graph_scope")
-        members = [to_member(CudaGraphModule, module, "cuda_graph_modules") for module in as_words(self.modules)]
+        words = complete_modules(impl, module_words(self.modules))
+        modules = tuple(to_member(CudaGraphModule, word, "cuda_graph_modules") for word in words)
         object.__setattr__(self, "impl", impl)
-        object.__setattr__(self, "modules", tuple(dict.fromkeys(members)))
-        object.__setattr__(self, "inference_scope", effective_inference_scope(impl, scope))
+        object.__setattr__(self, "modules", modules)
+        object.__setattr__(self, "inference_scope", default_inference_scope(impl) if scope is None else scope)
         settle(self, GRAPH_OPTION_NAMES)
 
     def options(self) -> Mapping[str, Any]:
@@ -102,8 +105,6 @@ class CudaGraphConfig:
         return {option: getattr(self, name) for name, option in GRAPH_OPTION_NAMES.items()}
 
 
-def effective_inference_scope(impl: CudaGraphImpl, scope: InferenceCudaGraphScope | None) -> InferenceCudaGraphScope:
-    """Return what inference graphs cover: a layer or the block for ``local``, nothing for the others."""
-    if impl is not CudaGraphImpl.local:
-        return InferenceCudaGraphScope.none
-    return InferenceCudaGraphScope.block if scope is InferenceCudaGraphScope.block else InferenceCudaGraphScope.layer
+def default_inference_scope(impl: str) -> InferenceCudaGraphScope:
+    """Return what inference graphs cover when nothing is said: a layer for ``local``, nothing for the others."""
+    return InferenceCudaGraphScope.layer if impl == "local" else InferenceCudaGraphScope.none

@@ -42,7 +42,7 @@ class Notice:
         return f"{self.what} ({self.fix})" if self.fix else self.what
 
 
-class Section(Protocol):
+class Optioned(Protocol):
     """A part of the configuration."""
 
     def options(self) -> Mapping[str, Any]:
@@ -85,7 +85,7 @@ def find_problems(
     return problems, notices
 
 
-def settle(section: Section, names: Mapping[str, str] | None = None) -> None:
+def settle(section: Optioned, names: Mapping[str, str] | None = None) -> None:
     """Complete a frozen dataclass that was just built: convert numbers, work out what was left out, check the rules.
 
     Args:
@@ -99,16 +99,12 @@ def settle(section: Section, names: Mapping[str, str] | None = None) -> None:
     wrong: set[str] = set()
     for field in dataclasses.fields(section):  # type: ignore[arg-type]
         name = (names or {}).get(field.name, field.name)
-        convert = _CONVERTERS.get(str(field.type))
-        if convert is None:
-            continue
-        value = getattr(section, field.name)
-        try:
-            object.__setattr__(section, field.name, convert(value))
-        except (TypeError, ValueError) as error:
-            code, fix = f"{name.replace('_', '-')}-type", f"give {name} such a value"
-            problems.append(Problem(code, f"{name}: {error}", flag_of(name), fix))
+        converted = convert_value(name, str(field.type), getattr(section, field.name))
+        if isinstance(converted, Problem):
+            problems.append(converted)
             wrong.add(name)
+        else:
+            object.__setattr__(section, field.name, converted)
     derived = derived_options(section.options(), wrong)
     for name, value in derived.items():
         object.__setattr__(section, name, value)
@@ -116,6 +112,24 @@ def settle(section: Section, names: Mapping[str, str] | None = None) -> None:
     problems += find_problems(options, skip=wrong | underivable(options, derived), derived=derived)[0]
     if problems:
         raise ConfigError(problems)
+
+
+def convert_value(name: str, annotation: str, value: object) -> Any:
+    """Return a value in the type that a field has, or the problem with it.
+
+    Args:
+        name: the option.
+        annotation: type of its field, as the dataclass writes it; others than those of the table pass.
+        value: what was given.
+    """
+    convert = _CONVERTERS.get(annotation)
+    if convert is None:
+        return value
+    try:
+        return convert(value)
+    except (TypeError, ValueError) as error:
+        code, fix = f"{name.replace('_', '-')}-type", f"give {name} such a value"
+        return Problem(code, f"{name}: {error}", flag_of(name), fix)
 
 
 def to_member(kind: type[E], value: object, name: str) -> E:
@@ -139,6 +153,17 @@ def to_member(kind: type[E], value: object, name: str) -> E:
         ) from error
 
 
+def module_words(value: object) -> tuple[str, ...]:
+    """Return the names of modules as a tuple without repeats; None means none, and commas join several.
+
+    Raises:
+        ConfigError: neither a word nor a list of words.
+    """
+    words = as_words(() if value is None else value)
+    parts = (part.strip() for word in words for part in str(word).split(","))
+    return tuple(dict.fromkeys(part for part in parts if part))
+
+
 def as_words(value: object) -> tuple[str, ...]:
     """Return a word or several as a tuple.
 
@@ -146,7 +171,7 @@ def as_words(value: object) -> tuple[str, ...]:
         ConfigError: neither.
     """
     words = (value,) if isinstance(value, str) else value
-    if not isinstance(words, Collection) or not all(isinstance(word, str) for word in words):
+    if not isinstance(words, list | tuple | set | frozenset) or not all(isinstance(word, str) for word in words):
         raise ConfigError(Problem("words-type", f"expected a list of words, got {value!r}", fix="give a tuple of str"))
     return tuple(words)
 
@@ -185,15 +210,26 @@ def _text(value: object) -> str:
     return value
 
 
-def _text_or_none(value: object) -> str | None:
-    return None if value is None else _text(value)
+def _or_none(convert: Callable[[object], Any]) -> Callable[[object], Any]:
+    return lambda value: None if value is None else convert(value)
+
+
+def _words(value: object) -> tuple[str, ...]:
+    try:
+        return as_words(value)
+    except ConfigError as error:
+        raise TypeError(error.problems[0].what) from error
 
 
 _CONVERTERS: Mapping[str, Callable[[object], Any]] = {
     "int": whole_number,
+    "int | None": _or_none(whole_number),
     "float": real_number,
+    "float | None": _or_none(real_number),
     "bool": _truth,
     "str": _text,
-    "str | None": _text_or_none,
+    "str | None": _or_none(_text),
+    "tuple[str, ...]": _words,
+    "tuple[str, ...] | None": _or_none(_words),
 }
 """Annotation of a field -> what makes sure that a value is of this type."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from graphstep.config.migrations import OLD_MODULES
 from graphstep.config.options.option import Option, OptionGroup, integer
 from graphstep.config.switches import (
     GRAPH_OPTION_NAMES,
@@ -18,7 +19,6 @@ GRAPH_OPTIONS: tuple[Option, ...] = (
         "--cuda-graph-impl",
         "none: eager; local: graphs a layer, in the order of the first step; transformer_engine: graphs a layer and "
         "microbatch, in the order of the schedule; full_iteration: forward and backward of a whole step as one graph",
-        type=CudaGraphImpl,
         choices=tuple(CudaGraphImpl),
     ),
     _graphs.option(
@@ -26,8 +26,7 @@ GRAPH_OPTIONS: tuple[Option, ...] = (
         "parts of a layer to capture (local, transformer_engine), separated by spaces or commas: "
         + ", ".join(CudaGraphModule),
         nargs="+",
-        type=CudaGraphModule,
-        choices=tuple(CudaGraphModule),
+        choices=(*CudaGraphModule, *OLD_MODULES),
         splits_commas=True,
         metavar="MODULE",
         default_text="whole layers",
@@ -35,7 +34,6 @@ GRAPH_OPTIONS: tuple[Option, ...] = (
     _graphs.option(
         "--inference-cuda-graph-scope",
         "what one inference graph covers",
-        type=InferenceCudaGraphScope,
         choices=tuple(InferenceCudaGraphScope),
         default_text="layer for local, else none",
     ),

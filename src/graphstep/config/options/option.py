@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, fields
 from typing import Any, Literal
 
+from graphstep.config.choices import CHOICES
 from graphstep.config.validation import LARGEST_INTEGER, real_number
 
 Nargs = Literal[0, 1, "+"]
@@ -39,6 +40,8 @@ class Option:
     """Field of ``RunConfig`` the value goes to; ``None``: it only takes part in working out another one."""
     field: str = ""
     """Field of that section, if not called ``dest``."""
+    annotation: str = ""
+    """Type of the value, as the dataclass of the section writes it."""
     metavar: str = ""
     """What stands for the value in ``--help``; its unit where it has one."""
     help: str = ""
@@ -84,9 +87,10 @@ class OptionGroup:
         field = self._fields.get(dest)
         if field is not None:
             default = () if field.default is MISSING else field.default
-            more = {"default": default, "section": self.section, "field": field.name} | more
+            place = {"section": self.section, "field": field.name, "annotation": str(field.type)}
+            more = {"default": default, **place} | more
         elif more.get("nargs") == 0:
-            more["default"] = False
+            more |= {"default": False, "annotation": "bool"}
         return Option(dest=dest, flags=spellings, group=self.group, help=help_text, **more)
 
     def switch(self, flags: str, help_text: str, *, off: str = "", dest: str = "") -> Option:
@@ -108,8 +112,24 @@ class OptionGroup:
             default=self._fields[dest].default,
             group=self.group,
             section=self.section,
+            annotation="bool",
             help=help_text,
         )
+
+    def word(self, flags: str, help_text: str, **more: Any) -> Option:
+        """Return an option that takes one of the words of ``CHOICES``."""
+        dest = flags.removeprefix("--").replace("-", "_")
+        return self.option(flags, help_text, choices=CHOICES[dest], **more)
+
+    def count(self, flags: str, help_text: str, metavar: str, **more: Any) -> Option:
+        """Return an option that takes a whole number."""
+        chosen: dict[str, Any] = {"type": integer, "metavar": metavar, **more}
+        return self.option(flags, help_text, **chosen)
+
+    def share(self, flags: str, help_text: str, metavar: str = "X", **more: Any) -> Option:
+        """Return an option that takes a number."""
+        chosen: dict[str, Any] = {"type": number, "metavar": metavar, **more}
+        return self.option(flags, help_text, **chosen)
 
 
 def integer(word: str) -> int:

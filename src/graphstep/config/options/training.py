@@ -25,9 +25,10 @@ TRAINING_OPTIONS: tuple[Option, ...] = (
     _training.option("--device", "where to run; auto: CUDA if there is a device, else the CPU", choices=DEVICES),
     _training.switch("--deterministic-mode", "deterministic kernels only; an operation without one is an error"),
     _training.switch(
-        "--check-for-nan-in-loss-and-grad",
-        "look at loss and gradient norm each step and stop when one is not finite; has to be off for full_iteration",
+        "",
+        "do not look at loss and gradient norm each step to stop when one is not finite; full_iteration needs this",
         off="--no-check-for-nan-in-loss-and-grad",
+        dest="check_for_nan_in_loss_and_grad",
     ),
     _training.option(
         "--compare-with-eager",
@@ -50,6 +51,7 @@ TRAINING_OPTIONS: tuple[Option, ...] = (
         "--lr-warmup-fraction",
         "the same as a share of --lr-decay-iters",
         type=number,
+        annotation="float | None",
         metavar="SHARE",
         default_text="not used",
     ),

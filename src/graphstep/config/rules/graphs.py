@@ -2,27 +2,86 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from graphstep.config.rules.rule import Rule, at_least, no_effect
 
 _MOE = ("moe", "moe_router", "moe_preprocess")
+_LAYERS: Mapping[str, str] = {
+    "attn": "attention layers",
+    "mlp": "MLP layers without experts",
+    "moe": "layers with experts",
+    "moe_router": "layers with experts",
+    "moe_preprocess": "layers with experts",
+    "mamba": "Mamba layers",
+}
 
 
-def _by_module(options: Any) -> bool:
+def captures_by_module(options: Any) -> bool:
+    """Are graphs captured for layers or modules?"""
     return options.cuda_graph_impl in ("local", "transformer_engine")
 
 
-def _unmatched(options: Any) -> list[str]:
-    return [module for module in options.cuda_graph_modules if module not in options.layer_modules]
+def has_experts(options: Any) -> bool:
+    """Are there experts to choose from?"""
+    return options.num_experts is not None and options.num_experts > 1
+
+
+def names_module(options: Any, *modules: str) -> bool:
+    """Is one of these modules named, and captured by itself?"""
+    return captures_by_module(options) and any(module in options.cuda_graph_modules for module in modules)
+
+
+def captures_whole_layers(options: Any) -> bool:
+    """Is all of a layer inside of graphs?"""
+    return options.cuda_graph_impl == "full_iteration" or (
+        captures_by_module(options) and not options.cuda_graph_modules
+    )
+
+
+def _matches_nothing(options: Any) -> bool:
+    modules = set(options.cuda_graph_modules)
+    # Experts that are missing altogether have a rule of their own, and graphs of the whole model need no module.
+    asks_for_experts = bool(modules.intersection(_MOE)) and not has_experts(options)
+    return (
+        captures_by_module(options)
+        and bool(modules)
+        and not modules & options.layer_modules
+        and not asks_for_experts
+        and not (modules == {"mlp"} and has_experts(options))
+        and options.inference_cuda_graph_scope != "block"
+    )
+
+
+def _is_unmatched(options: Any, module: str) -> bool:
+    return (
+        module in options.cuda_graph_modules
+        and module not in options.layer_modules
+        and (module != "mlp" or not has_experts(options))
+        and (module not in _MOE or has_experts(options))
+    )
+
+
+def _module_notice(module: str, layers: str) -> Rule:
+    slug = module.replace("_", "-")
+    return no_effect(
+        f"no-layer-for-{slug}",
+        ("cuda_graph_impl", "cuda_graph_modules", "inference_cuda_graph_scope", "num_experts", "layer_modules"),
+        lambda o: captures_by_module(o) and _is_unmatched(o, module) and not _matches_nothing(o),
+        f"module {module} matches no layer: this model has no {layers}",
+        f"leave {module} out of --cuda-graph-modules",
+    )
 
 
 GRAPH_RULES: tuple[Rule, ...] = (
     at_least(0, "cuda_graph_warmup_steps", "use 3"),
     Rule(
         code="full-iteration-nan-check",
-        fields=("cuda_graph_impl", "check_for_nan_in_loss_and_grad"),
-        broken=lambda o: o.cuda_graph_impl == "full_iteration" and o.check_for_nan_in_loss_and_grad,
+        fields=("cuda_graph_impl", "check_for_nan_in_loss_and_grad", "skip_train"),
+        broken=lambda o: (
+            o.cuda_graph_impl == "full_iteration" and o.check_for_nan_in_loss_and_grad and not o.skip_train
+        ),
         what="full_iteration cannot look for NaN in loss and gradients: reading a value inside the graph is impossible",
         fix="add --no-check-for-nan-in-loss-and-grad",
     ),
@@ -35,52 +94,81 @@ GRAPH_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         code="modules-need-experts",
-        fields=("cuda_graph_impl", "cuda_graph_modules", "layer_modules"),
-        broken=lambda o: _by_module(o) and any(module in _MOE for module in _unmatched(o)),
-        what="modules moe, moe_router and moe_preprocess need experts, and this model has none",
-        fix="name only attn and mlp, or leave --cuda-graph-modules out to capture whole layers",
+        fields=("cuda_graph_impl", "cuda_graph_modules", "num_experts"),
+        broken=lambda o: names_module(o, "moe", "moe_router") and not has_experts(o),
+        what="modules moe, moe_router and moe_preprocess need experts, and this model has none to choose from",
+        fix="add --num-experts, or name only modules the model has, or leave --cuda-graph-modules out",
+    ),
+    Rule(
+        code="preprocess-needs-router",
+        fields=("cuda_graph_impl", "cuda_graph_modules"),
+        broken=lambda o: names_module(o, "moe_preprocess") and "moe_router" not in o.cuda_graph_modules,
+        what="module moe_preprocess continues what moe_router begins, and moe_router is not captured",
+        fix="name moe_router as well",
+    ),
+    Rule(
+        code="moe-beside-router",
+        fields=("cuda_graph_impl", "cuda_graph_modules"),
+        broken=lambda o: names_module(o, "moe") and "moe_router" in o.cuda_graph_modules,
+        what="module moe covers the router: it cannot stand beside moe_router and moe_preprocess",
+        fix="name moe, or moe_router and moe_preprocess",
+    ),
+    Rule(
+        code="mlp-needs-dense-layers",
+        fields=("cuda_graph_impl", "cuda_graph_modules", "num_experts", "layer_modules"),
+        broken=lambda o: names_module(o, "mlp") and has_experts(o) and "mlp" not in o.layer_modules,
+        what="module mlp means MLPs without experts, and this model has none",
+        fix="name moe_router or moe instead, or leave --cuda-graph-modules out",
     ),
     Rule(
         code="modules-match-nothing",
-        fields=("cuda_graph_impl", "cuda_graph_modules", "layer_modules"),
-        broken=lambda o: _by_module(o) and set(o.cuda_graph_modules) == {"mamba"} and bool(_unmatched(o)),
-        what="nothing would be captured: module mamba needs Mamba layers, and this model has none",
-        fix="name attn or mlp, or leave --cuda-graph-modules out to capture whole layers",
+        fields=(
+            "cuda_graph_impl",
+            "cuda_graph_modules",
+            "inference_cuda_graph_scope",
+            "num_experts",
+            "layer_modules",
+        ),
+        broken=_matches_nothing,
+        what="nothing would be captured: none of the modules in --cuda-graph-modules matches a layer of this model",
+        fix="name modules that the model has, or leave --cuda-graph-modules out to capture whole layers",
     ),
-    no_effect(
-        "module-matches-nothing",
-        ("cuda_graph_impl", "cuda_graph_modules", "layer_modules"),
-        lambda o: _by_module(o) and set(o.cuda_graph_modules) > {"mamba"} and "mamba" in _unmatched(o),
-        "module mamba matches no layer: this model has no Mamba layers",
-        "leave mamba out of --cuda-graph-modules",
+    *(_module_notice(module, layers) for module, layers in _LAYERS.items()),
+    Rule(
+        code="modules-completed",
+        fields=("cuda_graph_impl", "cuda_graph_modules", "given_half_of_router"),
+        broken=lambda o: o.cuda_graph_impl == "local" and bool(o.given_half_of_router),
+        what="local captures moe_router and moe_preprocess together: the missing one was added",
+        fix="name both",
+        is_notice=True,
     ),
     no_effect(
         "modules-without-graphs",
-        ("cuda_graph_impl", "cuda_graph_modules"),
-        lambda o: o.cuda_graph_impl == "none" and len(o.cuda_graph_modules) > 0,
+        ("cuda_graph_impl", "cuda_graph_modules", "unmatched_modules"),
+        lambda o: o.cuda_graph_impl == "none" and len(o.cuda_graph_modules) > 0 and not o.unmatched_modules,
         "--cuda-graph-modules has no effect with --cuda-graph-impl none: nothing is captured",
         "add --cuda-graph-impl local",
     ),
+    no_effect(
+        "wrong-modules-without-graphs",
+        ("cuda_graph_impl", "cuda_graph_modules", "unmatched_modules"),
+        lambda o: o.cuda_graph_impl == "none" and bool(o.unmatched_modules),
+        "--cuda-graph-modules has no effect with --cuda-graph-impl none: nothing is captured; and this model has no "
+        "layer for {unmatched_modules}",
+        "leave {unmatched_modules} out, and add --cuda-graph-impl local",
+    ),
     Rule(
         code="inference-scope-needs-local",
-        fields=("cuda_graph_impl", "inference_cuda_graph_scope", "given_inference_cuda_graph_scope"),
-        broken=lambda o: (
-            o.given_inference_cuda_graph_scope
-            and o.inference_cuda_graph_scope != "none"
-            and o.cuda_graph_impl != "local"
-        ),
+        fields=("cuda_graph_impl", "inference_cuda_graph_scope"),
+        broken=lambda o: o.inference_cuda_graph_scope != "none" and o.cuda_graph_impl != "local",
         what="only --cuda-graph-impl local makes inference graphs: {cuda_graph_impl} has scope none, not "
         "{inference_cuda_graph_scope}",
         fix="use --cuda-graph-impl local, or leave --inference-cuda-graph-scope out",
     ),
     Rule(
         code="inference-scope-none",
-        fields=("cuda_graph_impl", "inference_cuda_graph_scope", "given_inference_cuda_graph_scope"),
-        broken=lambda o: (
-            o.given_inference_cuda_graph_scope
-            and o.inference_cuda_graph_scope == "none"
-            and o.cuda_graph_impl == "local"
-        ),
+        fields=("cuda_graph_impl", "inference_cuda_graph_scope"),
+        broken=lambda o: o.inference_cuda_graph_scope == "none" and o.cuda_graph_impl == "local",
         what="--cuda-graph-impl local makes inference graphs of a layer or of the block, never none",
         fix="use layer or block, or leave --inference-cuda-graph-scope out",
     ),
@@ -111,50 +199,39 @@ GRAPH_RULES: tuple[Rule, ...] = (
     no_effect(
         "retain-without-effect",
         ("cuda_graph_impl", "cuda_graph_retain_backward_graph"),
-        lambda o: o.cuda_graph_retain_backward_graph and not _by_module(o),
+        lambda o: o.cuda_graph_retain_backward_graph and not captures_by_module(o),
         "--cuda-graph-retain-backward-graph has an effect only on local and transformer_engine",
         "leave it out",
     ),
     Rule(
-        code="not-available-transformer-engine",
-        fields=("cuda_graph_impl",),
-        broken=lambda o: o.cuda_graph_impl == "transformer_engine",
-        what="--cuda-graph-impl transformer_engine is not available yet in graphstep train",
-        fix="use --cuda-graph-impl local or full_iteration",
-        for_training=True,
-    ),
-    Rule(
-        code="not-available-optimizer-graph",
-        fields=("optimizer_cuda_graph",),
-        broken=lambda o: o.optimizer_cuda_graph,
-        what="--optimizer-cuda-graph is not available yet in graphstep train",
-        fix="leave it out: the optimizer step runs eagerly",
-        for_training=True,
-    ),
-    Rule(
-        code="not-available-retain",
-        fields=("cuda_graph_impl", "cuda_graph_retain_backward_graph"),
-        broken=lambda o: o.cuda_graph_retain_backward_graph and _by_module(o),
-        what="--cuda-graph-retain-backward-graph is not available yet in graphstep train",
-        fix="leave it out",
-        for_training=True,
-    ),
-    Rule(
-        code="pool-always-single",
-        fields=("cuda_graph_impl", "cuda_graph_use_single_mempool"),
-        broken=lambda o: not o.cuda_graph_use_single_mempool and o.cuda_graph_impl == "full_iteration",
-        what="--no-cuda-graph-use-single-mempool has no effect yet in graphstep train: all graphs share one pool",
-        fix="leave it out",
+        code="full-iteration-host-reads",
+        fields=(
+            "cuda_graph_impl",
+            "check_for_spiky_loss",
+            "check_for_large_grads",
+            "log_num_zeros_in_grad",
+            "timing_log_level",
+        ),
+        broken=lambda o: (
+            o.cuda_graph_impl == "full_iteration"
+            and bool(
+                o.check_for_spiky_loss or o.check_for_large_grads or o.log_num_zeros_in_grad or o.timing_log_level > 0
+            )
+        ),
+        what="checks and timers that read back from the device cannot run inside the graph of full_iteration",
+        fix="leave them out if the capture fails",
         is_notice=True,
-        for_training=True,
     ),
     Rule(
-        code="inference-scope-without-effect",
-        fields=("inference_cuda_graph_scope", "given_inference_cuda_graph_scope"),
-        broken=lambda o: o.given_inference_cuda_graph_scope and o.inference_cuda_graph_scope != "none",
-        what="--inference-cuda-graph-scope has no effect in graphstep train: it makes no inference graphs",
-        fix="leave it out",
+        code="optimizer-graph-host-reads",
+        fields=("optimizer_cuda_graph", "optimizer", "fp16", "optimizer_cpu_offload", "log_num_zeros_in_grad"),
+        broken=lambda o: (
+            o.optimizer_cuda_graph
+            and bool(o.fp16 or o.optimizer_cpu_offload or o.log_num_zeros_in_grad or o.optimizer != "adam")
+        ),
+        what="only Adam without loss scaling, CPU offload and counting of zeros runs without reading back to the host: "
+        "the optimizer graph may not be captured",
+        fix="leave --optimizer-cuda-graph out if the capture fails",
         is_notice=True,
-        for_training=True,
     ),
 )

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from graphstep.config.choices import CHOICES
+from graphstep.config.environment import VARIABLES
+
+RULES_PAGE = "docs/rules.md"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,22 +39,51 @@ class Rule:
 
     @property
     def where(self) -> str:
-        """The options, as typed on a command line."""
-        return ", ".join(flag_of(name) for name in self.fields if not is_fact(name))
+        """The options as typed on a command line, and the environment variables."""
+        words = (VARIABLES.get(name) or flag_of(name) for name in self.fields if not is_fact(name))
+        return ", ".join(dict.fromkeys(words))
+
+    @property
+    def page(self) -> str:
+        """The page that explains it."""
+        return f"{RULES_PAGE}#{self.code}"
+
+
+FACTS = frozenset(
+    {
+        "layer_modules",
+        "unmatched_modules",
+        "unknown_recompute_modules",
+        "unknown_offload_modules",
+        "ranks_of_a_replica",
+        "data_parallel_size",
+        "communicates_in_graphs",
+        "te_version",
+        "gpu_arch",
+        "torch_memory_saver",
+        "flashinfer_version",
+    }
+)
+"""Names that rules can look at and that are neither options nor environment variables."""
+
+_OFF_FLAGS: Mapping[str, str] = {
+    "add_bias_linear": "--disable-bias-linear",
+    "check_for_nan_in_loss_and_grad": "--no-check-for-nan-in-loss-and-grad",
+    "gradient_accumulation_fusion": "--no-gradient-accumulation-fusion",
+}
 
 
 def is_fact(name: str) -> bool:
-    """Is this a name that rules can look at and that is no option?
+    """Is this a name that rules can look at and that is nothing a user sets?
 
-    ``layer_modules``: the modules that the layers of the model have. ``given_...``: the option stands on the command
-    line.
+    ``given_...``: the option stands on the command line.
     """
-    return name == "layer_modules" or name.startswith("given_")
+    return name in FACTS or name.startswith("given_")
 
 
 def flag_of(name: str) -> str:
     """Return the option that sets an attribute: ``hidden_size`` -> ``--hidden-size``."""
-    return "--disable-bias-linear" if name == "add_bias_linear" else "--" + name.replace("_", "-")
+    return _OFF_FLAGS.get(name) or "--" + name.replace("_", "-")
 
 
 def in_range(name: str, test: Callable[[Any], bool], expected: str, fix: str) -> Rule:
@@ -77,3 +111,45 @@ def one_of(name: str, choices: Sequence[str]) -> Rule:
 def no_effect(code: str, fields: Sequence[str], broken: Callable[[Any], bool], what: str, fix: str) -> Rule:
     """Return a notice: an option that changes nothing."""
     return Rule(code=code, fields=tuple(fields), broken=broken, what=what, fix=fix, is_notice=True)
+
+
+def words_of(*names: str) -> tuple[Rule, ...]:
+    """Return the rules that these options have one of their words, or none."""
+    return tuple(
+        in_range(
+            name,
+            lambda value, choices=CHOICES[name]: value is None or value in choices,  # type: ignore[misc]
+            "one of " + ", ".join(CHOICES[name]),
+            "use one of these",
+        )
+        for name in names
+    )
+
+
+def optional(name: str, test: Callable[[Any], bool], expected: str, fix: str) -> Rule:
+    """Return the rule that a single value is None or passes ``test``."""
+    return in_range(name, lambda value: value is None or test(value), expected, fix)
+
+
+def idle(
+    names: Sequence[str], needs: Sequence[str], is_idle: Callable[[Any], bool], reason: str, fix: str
+) -> tuple[Rule, ...]:
+    """Return a notice for each of these options that it changes nothing.
+
+    Args:
+        names: the options; the notice is given where one stands on the command line.
+        needs: what ``is_idle`` looks at.
+        is_idle: have they no effect?
+        reason: why they have none.
+        fix: the change to make.
+    """
+    return tuple(
+        no_effect(
+            f"{name.replace('_', '-')}-without-effect",
+            (name, f"given_{name}", *(need for need in needs if need != name)),
+            lambda options, given=f"given_{name}": bool(getattr(options, given)) and is_idle(options),  # type: ignore[misc]
+            f"{flag_of(name)} has no effect: {reason}",
+            fix,
+        )
+        for name in names
+    )
