@@ -203,6 +203,7 @@ class CudaEngine:
         """
         try:
             if not has_ended:
+                self._token.zero_()  # torch warns of an empty graph.
                 graph.capture_end()
         except RuntimeError:
             has_ended = True
