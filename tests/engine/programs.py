@@ -110,8 +110,9 @@ def tensors_of(value: Any) -> Iterator[Tensor]:
 
 def bits(tensor: Tensor) -> Bits:
     """Type, shape and content, to be compared with ``==``: a NaN equals itself and zeros have a sign."""
-    plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
-    return tensor.dtype, tuple(tensor.shape), plain.reshape(-1).view(torch.uint8).numpy().tobytes()
+    flat = torch.empty(tensor.numel(), dtype=tensor.dtype)
+    flat.copy_(tensor.detach().reshape(-1))
+    return tensor.dtype, tuple(tensor.shape), flat.view(torch.uint8).numpy().tobytes()
 
 
 def snapshot(*tensors: Tensor) -> list[Bits]:

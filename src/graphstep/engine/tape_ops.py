@@ -94,6 +94,11 @@ _UNANNOTATED_WRITES = MappingProxyType(
         "aten::batch_norm_gather_stats_with_counts": ("running_mean", "running_var"),
     }
 )
+_OUT_REPLACES_MEMORY = frozenset(
+    # Where they reduce, their out-variants grow the result to the shape of the arguments on the way, with a warning.
+    f"aten::{name}"
+    for name in ("mse_loss", "smooth_l1_loss", "huber_loss", "soft_margin_loss", "binary_cross_entropy")
+)
 _HOST_READERS = frozenset({"aten::_linalg_check_errors"})  # data-dependent, but without the tag
 _INDEX_WRITERS = frozenset({"aten::index_put", "aten::index_put_", "aten::_index_put_impl_", "aten::_unsafe_index_put"})
 _STORAGE_CHANGERS = frozenset({"aten::set_", "aten::resize_", "aten::resize_as_", "aten::_resize_output_"})
@@ -134,7 +139,7 @@ def _describe(operation: Any) -> OperationTraits:
         replay = Replay.NOTHING
     elif has_views:
         replay = Replay.VIEW
-    elif not facts["is_random"] and not unannotated:
+    elif not facts["is_random"] and not unannotated and schema.name not in _OUT_REPLACES_MEMORY:
         # Random operations keep their own kernel: only that one is known to draw the same numbers in the same order.
         # So do those that write arguments: out-variants are tried before they are used.
         found = _out_variant(operation)

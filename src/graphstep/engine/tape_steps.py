@@ -54,23 +54,26 @@ def restore_constant(content: Tensor) -> Step:
 
 
 def _gives_the_same(variant: partial[Any], names: Sequence[str], results: Sequence[Tensor]) -> bool:
-    """Try an out-variant on other memory: some do not write it for some layouts, or compute something else."""
+    """Try an out-variant on other memory: some do not write it for some layouts, or replace it on the way."""
     if any(result.is_conj() or result.is_neg() for result in results):
         return False
     with torch._C.DisableTorchFunction():
         probes = [torch.empty_strided(r.shape, r.stride(), dtype=r.dtype, device=r.device) for r in results]
+        addresses = [probe.data_ptr() for probe in probes]
         for probe in probes:
             torch_private.all_bytes(probe).fill_(0x5A)
         try:
             variant(**dict(zip(names, probes, strict=True)))
         except (RuntimeError, TypeError):
             return False
+        if [probe.data_ptr() for probe in probes] != addresses or [p.shape for p in probes] != [
+            r.shape for r in results
+        ]:
+            return False
         return all(_same_bits(probe, result) for probe, result in zip(probes, results, strict=True))
 
 
 def _same_bits(left: Tensor, right: Tensor) -> bool:
-    if left.shape != right.shape:
-        return False
     flat = [torch.empty(t.numel(), dtype=t.dtype).copy_(t.reshape(-1)).view(torch.uint8) for t in (left, right)]
     return bool(torch.equal(*flat))
 
