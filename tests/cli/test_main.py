@@ -190,3 +190,59 @@ def test_a_closed_pipe_is_no_traceback(words: list[str]) -> None:
         process.stdout.close()
         assert process.stderr.read() == ""
     assert process.returncode == 1
+
+
+def test_config_says_what_is_captured_and_where_values_come_from(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    argv = ["--enable-cuda-graph", "--cuda-graph-scope", "attn", "--num-experts", "4"]
+    assert cli.main(["config", *argv]) == 0
+    captured = capsys.readouterr()
+    rows = {line.split()[0]: line.split()[1:] for line in captured.out.splitlines() if line.strip()}
+    assert rows["--cuda-graph-impl"] == ["local", "migrated"]
+    assert rows["--cuda-graph-modules"] == ["attn", "migrated"]
+    assert rows["--num-experts"] == ["4", "option"]
+    assert rows["--global-batch-size"] == ["8", "environment"]
+    assert rows["WORLD_SIZE"] == ["2", "environment"]
+    assert "--moe-router-topk" not in rows
+    assert (
+        "training: a forward and a backward graph of attn in 4 layers, in the order of the first step" in captured.out
+    )
+    assert captured.err.count("note: ") == 2
+    assert cli.main(["config", "--all", *argv]) == 0
+    assert "--moe-router-topk" in capsys.readouterr().out
+
+
+def test_config_as_json_says_what_is_captured(capsys: pytest.CaptureFixture[str]) -> None:
+    assert (
+        cli.main(["config", "--json", "--cuda-graph-scope", "full_iteration", "--no-check-for-nan-in-loss-and-grad"])
+        == 0
+    )
+    content = json.loads(capsys.readouterr().out)
+    assert content["captured"][:2] == [
+        "training: forward and backward of 1 microbatch as one graph, after 3 eager steps",
+        "validation: the forward as one graph",
+    ]
+    assert content["origins"]["cuda_graph_impl"] == "migrated"
+    assert content["argv"] == ["--no-check-for-nan-in-loss-and-grad", "--cuda-graph-impl", "full_iteration"]
+
+
+def test_config_prints_the_page_of_rules(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["config", "--rules"]) == 0
+    assert "### full-iteration-nan-check" in capsys.readouterr().out
+
+
+def test_only_the_first_rank_prints_notices(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "1")
+    assert cli.main(["config", "--enable-cuda-graph"]) == 0
+    assert capsys.readouterr().err == ""
+
+
+def test_broken_rules_come_with_the_way_to_their_page(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["config", "--cuda-graph-impl", "full_iteration"]) == 2
+    assert "graphstep config --rules" in capsys.readouterr().err

@@ -3,23 +3,33 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
 from graphstep.cli.problems import print_notices
 from graphstep.config import RunConfig, from_argv
+from graphstep.config.captured import describe_capture
+from graphstep.config.environment import VARIABLES, Environment
 from graphstep.config.options import Option
 
-JSON_FLAG = "--json"
+JSON_FLAG, ALL_FLAG, RULES_FLAG = "--json", "--all", "--rules"
+FLAGS = {
+    JSON_FLAG: "print one JSON object",
+    ALL_FLAG: "show options of parts that the run does not use, too",
+    RULES_FLAG: "print the page of rules, docs/rules.md, and nothing else",
+}
+SHOWN_SECTIONS = ("model", "training", "data", "graphs")
+"""Sections that are shown even when everything in them is at its default."""
 
 
 def run(argv: Sequence[str]) -> int:
     """Print the effective configuration: a table, or with ``--json`` one JSON object.
 
     Args:
-        argv: options of ``graphstep train``, and ``--json``.
+        argv: options of ``graphstep train``, and those of ``FLAGS``.
 
     Returns:
         Exit code 0.
@@ -27,11 +37,16 @@ def run(argv: Sequence[str]) -> int:
     Raises:
         ConfigError: wrong options; all problems at once.
     """
-    config = from_argv([word for word in argv if word != JSON_FLAG])
+    if RULES_FLAG in argv:
+        from graphstep.config.rules_page import rules_page
+
+        print(rules_page(), end="")
+        return 0
+    config = from_argv([word for word in argv if word not in FLAGS], os.environ)
     if JSON_FLAG in argv:
         print(json.dumps(_as_json(config), indent=2))
         return 0
-    _print_table(config)
+    _print_table(config, is_full=ALL_FLAG in argv)
     print_notices(config.notices)
     return 0
 
@@ -40,13 +55,21 @@ def _as_json(config: RunConfig) -> dict[str, Any]:
     origins = {option.dest: origin for option, _, origin in config.entries()}
     return {
         **config.to_json(),
+        "environment": dict(_set_variables(config)),
         "origins": origins,
+        "captured": list(describe_capture(config)),
         "notices": [asdict(notice) for notice in config.notices],
         "argv": config.to_argv(),
     }
 
 
-def _print_table(config: RunConfig) -> None:
+def _set_variables(config: RunConfig) -> Iterator[tuple[str, Any]]:
+    """Yield the environment variables that say something else than the default."""
+    found, usual = (config.environment or Environment()).options(), Environment().options()
+    yield from ((VARIABLES[name], value) for name, value in found.items() if value != usual[name])
+
+
+def _print_table(config: RunConfig, *, is_full: bool) -> None:
     from rich import box
     from rich.console import Console
     from rich.table import Table
@@ -55,8 +78,11 @@ def _print_table(config: RunConfig) -> None:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for heading in ("option", "value", "from"):
         table.add_column(heading, overflow="fold")
-    group = ""
+    group, num_hidden = "", 0
     for option, value, origin in config.entries():
+        if origin == "default" and not is_full and option.section not in SHOWN_SECTIONS:
+            num_hidden += 1
+            continue
         if option.group != group:
             group = option.group
             table.add_section()
@@ -64,8 +90,20 @@ def _print_table(config: RunConfig) -> None:
         style = "dim" if origin == "default" else ""
         row = ("  " + option.spellings[0], _shown(option, value), origin)
         table.add_row(*(Text(cell, style=style) for cell in row))
+    variables = list(_set_variables(config))
+    if variables:
+        table.add_section()
+        table.add_row(Text("environment", style="bold"))
+    for name, value in variables:
+        table.add_row(Text("  " + name), Text(printable(str(value))), Text("environment"))
     console = Console()
     console.print(table)
+    if num_hidden:
+        console.print(Text(f"{num_hidden} options of other parts are at their defaults: {ALL_FLAG} shows them\n"))
+    console.print(Text("captured", style="bold"))
+    for line in describe_capture(config):
+        console.print(Text(f"  {line}"), soft_wrap=True)
+    console.print()
     console.print(Text("graphstep train " + printable(shlex.join(config.to_argv()))), soft_wrap=True)
 
 

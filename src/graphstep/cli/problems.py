@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from typing import TextIO
 
 from graphstep.config import Notice
-from graphstep.errors import GraphstepError, Problem, UserInputError
+from graphstep.errors import ConfigError, GraphstepError, Problem, UserInputError
 
 
 def print_problems(problems: Sequence[Problem], stream: TextIO | None = None) -> None:
@@ -33,6 +34,8 @@ def print_error(error: GraphstepError, stream: TextIO | None = None) -> None:
     """
     if isinstance(error, UserInputError):
         print_problems(error.problems, stream)
+        if isinstance(error, ConfigError):
+            print("graphstep config --rules explains the rules", file=stream or sys.stderr)
         return
     kind = type(error).__name__
     print(
@@ -42,12 +45,14 @@ def print_error(error: GraphstepError, stream: TextIO | None = None) -> None:
 
 
 def print_notices(notices: Sequence[Notice], stream: TextIO | None = None) -> None:
-    """Print what a user should know and that is no error, one line each.
+    """Print what a user should know and that is no error, one line each; of several ranks only the first one does.
 
     Args:
         notices: none or more.
         stream: standard error if None.
     """
+    if os.environ.get("RANK", "").strip() not in ("", "0"):
+        return
     for notice in notices:
         print(f"note: {notice}", file=stream or sys.stderr)
 

@@ -1,0 +1,92 @@
+"""What a configuration captures, in words."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from graphstep.config.derived import EXPERT_MODULES, pattern_layers
+from graphstep.config.layer_freq import moe_layers
+from graphstep.config.run import RunConfig
+from graphstep.config.switches import CudaGraphImpl, InferenceCudaGraphScope
+
+
+def describe_capture(config: RunConfig) -> tuple[str, ...]:
+    """Return one line for training, validation, optimizer and inference each."""
+    return tuple(_lines(config))
+
+
+def layers_with(config: RunConfig, module: str) -> int:
+    """Return the number of layers that have a part of this name, as ``--cuda-graph-modules`` knows it."""
+    pattern = config.layers.hybrid_layer_pattern
+    if pattern is not None:
+        letter = {"mamba": "M", "attn": "*", "mlp": "-"}.get(module, "E")
+        return pattern_layers(pattern).count(letter)
+    if module == "mamba":
+        return 0
+    if module == "attn":
+        return config.model.num_layers
+    experts = 0
+    if config.moe.num_experts is not None:
+        experts = sum(moe_layers(config.moe.moe_layer_freq, config.model.num_layers))
+    return experts if module in EXPERT_MODULES else config.model.num_layers - experts
+
+
+def _lines(config: RunConfig) -> Iterator[str]:
+    yield f"training: {_training(config)}"
+    yield f"validation: {_validation(config)}"
+    after = f", after {_times(config.graphs.warmup_steps, 'eager step')}"
+    yield f"optimizer: {'the step as a graph of its own' + after if config.graphs.optimizer else 'eager'}"
+    yield f"inference: {_inference(config)}"
+
+
+def _training(config: RunConfig) -> str:
+    graphs = config.graphs
+    if config.loop.skip_train:
+        return "skipped"
+    if graphs.impl is CudaGraphImpl.none:
+        return "eager, nothing is captured"
+    after = f", after {_times(graphs.warmup_steps, 'eager step')}"
+    if graphs.impl is CudaGraphImpl.full_iteration:
+        microbatches = _times(config.training.num_microbatches, "microbatch", "microbatches")
+        return f"forward and backward of {microbatches} as one graph{after}"
+    kind = "a forward and a backward graph"
+    order = "in the order of the first step"
+    if graphs.impl is CudaGraphImpl.transformer_engine:
+        kind, order = f"{kind} for each microbatch in flight", "in the order of the schedule"
+    return f"{kind} of {_parts(config)}, {order}{after}"
+
+
+def _parts(config: RunConfig) -> str:
+    if not config.graphs.modules:
+        return f"each of {_times(config.model.num_layers, 'whole layer')}"
+    counts = {module: layers_with(config, module) for module in config.graphs.modules}
+    found = [f"{module} in {_times(count, 'layer')}" for module, count in counts.items() if count]
+    return ", ".join(found) if found else "nothing"
+
+
+def _validation(config: RunConfig) -> str:
+    impl = config.graphs.impl
+    if config.training.eval_iters == 0:
+        return "none"
+    if impl is CudaGraphImpl.full_iteration:
+        return "the forward as one graph"
+    return "the forward graphs of training" if impl is CudaGraphImpl.local else "eager"
+
+
+def _inference(config: RunConfig) -> str:
+    scope, options = config.graphs.inference_scope, config.inference
+    if scope is InferenceCudaGraphScope.none:
+        return "eager"
+    extent = "of the whole model" if scope is InferenceCudaGraphScope.block else "a layer"
+    number = config.num_inference_graphs
+    counts = "an automatic number of token counts" if number == -1 else f"up to {_times(number or 0, 'token count')}"
+    spacing = options.inference_dynamic_batching_cuda_graph_sizing_distribution
+    prefill = "decode only"
+    if options.use_cuda_graphs_for_non_decode_steps:
+        ceiling = options.inference_cuda_graph_max_tokens
+        prefill = "prefill as well" if options.inference_cuda_graph_all_prefills else f"prefill up to {ceiling} tokens"
+    return f"one graph {extent} for {counts} ({spacing}), {prefill}"
+
+
+def _times(number: int, one: str, several: str = "") -> str:
+    return f"{number} {one if number == 1 else several or one + 's'}"
