@@ -11,6 +11,15 @@ import torch
 from graphstep.capture.session import GraphSession
 
 
+@pytest.fixture(scope="session", autouse=True)
+def objects_of_the_test_run_set_aside() -> Iterator[None]:
+    """Every capture collects garbage first, which is slow with all that pytest and torch keep."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request: pytest.FixtureRequest) -> torch.device:
     return torch.device(request.param)

@@ -3,8 +3,19 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Iterator
+
+import pytest
 
 from graphstep.capture.garbage import collected_once
+
+
+@pytest.fixture(autouse=True)
+def nothing_frozen() -> Iterator[None]:
+    gc.unfreeze()
+    yield
+    gc.collect()
+    gc.freeze()
 
 
 def test_old_garbage_goes_and_new_garbage_can_be_collected() -> None:

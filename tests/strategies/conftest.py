@@ -1,0 +1,23 @@
+"""Strategies are tested on the tape of the CPU and, where there is a GPU, on CUDA graphs."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+
+@pytest.fixture(scope="session", autouse=True)
+def objects_of_the_test_run_set_aside() -> Iterator[None]:
+    """Every capture collects garbage first, which is slow with all that pytest and torch keep."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> torch.device:
+    return torch.device(request.param)
