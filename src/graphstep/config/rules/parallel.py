@@ -39,7 +39,8 @@ PARALLEL_RULES: tuple[Rule, ...] = (
         code="ranks-divide",
         fields=("world_size", *_FP_RANKS, "tensor_parallel_num_weight_shards", "ranks_of_a_replica"),
         broken=lambda o: o.world_size % o.ranks_of_a_replica != 0,
-        what="{world_size} ranks cannot hold copies of a model that is shared by {ranks_of_a_replica}",
+        what="a model that is shared by {ranks_of_a_replica} ranks needs a multiple of them, and WORLD_SIZE is "
+        "{world_size}",
         fix="launch a multiple of {ranks_of_a_replica} ranks, or lower the sizes",
     ),
     Rule(
@@ -52,8 +53,8 @@ PARALLEL_RULES: tuple[Rule, ...] = (
             "pipeline_model_parallel_size",
         ),
         broken=lambda o: o.expert_model_parallel_size > 1 and o.world_size % _experts_per_rank(o) != 0,
-        what="{world_size} ranks cannot share the experts: {expert_model_parallel_size} times the ranks of a stage is "
-        "no divisor",
+        what="the {expert_model_parallel_size} ranks that share the experts, times those of an expert and the stages, "
+        "do not divide WORLD_SIZE, which is {world_size}",
         fix="launch more ranks, or lower --expert-model-parallel-size",
     ),
     Rule(
