@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from graphstep.cli import main as cli
-from graphstep.config.migration import replace_file
+from graphstep.config.text_files import replace_file
 from graphstep.errors import ConfigError
 
 OLD, NEW = "run \\\n  --enable-cuda-graph # x\n", "run \\\n  --cuda-graph-impl local # x\n"

@@ -14,10 +14,9 @@ from graphstep.config.migration import (
     migrate_argv,
     migrate_shell,
     migrate_yaml,
-    read_text,
-    replace_file,
 )
 from graphstep.config.suggest import suggestion
+from graphstep.config.text_files import decoded, encoded, read_text, replace_file
 from graphstep.errors import ConfigError, Problem
 
 IN_PLACE, CHECK, KIND = "--in-place", "--check", "--kind"
@@ -79,6 +78,7 @@ def run(argv: Sequence[str]) -> int:
         rewrites = [rewrite]
     else:
         rewrites = _migrate_files(request)
+    sys.stdout.flush()
     for rewrite in rewrites:
         print_notices([replace(n, what=f"{n.where}: {n.what}") for n in (*rewrite.changes, *rewrite.left)])
     return _EXIT_WOULD_CHANGE if request.is_check and any(r.is_changed for r in rewrites) else _EXIT_OK
@@ -99,7 +99,7 @@ def _migrate_files(request: _Request) -> list[Rewrite]:
         print(_printable(rewrite.diff()), end="", file=sys.stderr if is_filter else sys.stdout)
         if is_filter:
             sys.stdout.flush()
-            sys.stdout.buffer.write(rewrite.after.encode("utf-8", "surrogateescape"))
+            sys.stdout.buffer.write(encoded(rewrite.after))
         elif request.is_in_place and rewrite.is_changed:
             replace_file(path, rewrite.after)
     return rewrites
@@ -107,7 +107,7 @@ def _migrate_files(request: _Request) -> list[Rewrite]:
 
 def _migrate_file(path: str, kind: str) -> Rewrite:
     if path == "-":
-        text, source = sys.stdin.buffer.read().decode("utf-8", "surrogateescape"), "standard input"
+        text, source = decoded(sys.stdin.buffer.read()), "standard input"
     else:
         text, source = read_text(path), path
     suffix = next((s for s in (*_YAML_SUFFIXES, *_OTHER_SUFFIXES) if path.lower().endswith(s)), "")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from graphstep.config.arguments import from_argv, from_options
 from graphstep.config.data import DataConfig
 from graphstep.config.environment import Environment, Machine
+from graphstep.config.files import from_file
 from graphstep.config.inference import InferenceConfig
 from graphstep.config.layers import LayersConfig
 from graphstep.config.loop import LoopConfig
@@ -40,5 +41,6 @@ __all__ = [
     "RunConfig",
     "TrainingConfig",
     "from_argv",
+    "from_file",
     "from_options",
 ]

@@ -25,6 +25,7 @@ from graphstep.config.environment import Environment, Machine, machine_facts, re
 from graphstep.config.keywords import read_keywords
 from graphstep.config.migrations import OLD_NAMES, migrate
 from graphstep.config.options import OPTIONS
+from graphstep.config.options.config_file import CONFIG_FILE
 from graphstep.config.parsing import Reading, read_options
 from graphstep.config.run import SECTIONS, RunConfig
 from graphstep.config.switches import default_inference_scope
@@ -44,7 +45,7 @@ def from_argv(
     """Return the configuration that a command line asks for. Old options are migrated, with one notice each.
 
     Args:
-        argv: words, without the names of program and command.
+        argv: words, without the names of program and command. ``--config FILE`` names a file with further options.
         env: environment variables that rules look at; those of this process if None, as they are now.
         machine: what the configuration is for; nothing is known if None.
         for_training: refuse what ``graphstep train`` cannot do yet.
@@ -52,8 +53,15 @@ def from_argv(
     Raises:
         ConfigError: unknown options, values that cannot be read, broken rules; all of them at once.
     """
-    reading = read_options(argv)
-    return configure(reading, env=os.environ if env is None else env, machine=machine, for_training=for_training)
+    reading = read_options(argv, (CONFIG_FILE, *OPTIONS))
+    reading.wrong.discard(CONFIG_FILE.dest)
+    path = reading.values.pop(CONFIG_FILE.dest, None)
+    env = os.environ if env is None else env
+    if path is None:
+        return configure(reading, env=env, machine=machine, for_training=for_training)
+    from graphstep.config.files import configure_with_file
+
+    return configure_with_file(path, reading, env=env, machine=machine, for_training=for_training)
 
 
 def from_options(

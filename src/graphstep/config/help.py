@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from graphstep.config.options import OPTIONS, Option
+from graphstep.config.options.config_file import CONFIG_FILE
 
 
-def help_text(program: str, description: str, options: Sequence[Option] = OPTIONS) -> str:
+def help_text(program: str, description: str, options: Sequence[Option] = (CONFIG_FILE, *OPTIONS)) -> str:
     """Return the help of a command.
 
     Args:

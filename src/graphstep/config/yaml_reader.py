@@ -1,10 +1,10 @@
-"""PyYAML behind a function with errors of our own: it is an extra, and is loaded only when a YAML file is read."""
+"""PyYAML behind two functions with errors of our own: it is an extra, and is loaded only when a YAML file is read."""
 
 from __future__ import annotations
 
 import importlib
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from graphstep.errors import ConfigError, Problem
 
@@ -32,6 +32,28 @@ def compose_yaml(text: str, source: str) -> list[Node]:
         raise ConfigError(Problem("yaml-syntax", f"this is no YAML: {what}", where, "correct the file")) from error
     except RecursionError as error:
         raise ConfigError(Problem("yaml-syntax", "nested too deeply", source, "correct the file")) from error
+
+
+def construct_yaml(node: Node, source: str) -> Any:
+    """Return the plain value of a node: numbers, text, lists and the like, nothing else.
+
+    Args:
+        node: from :func:`compose_yaml`.
+        source: name of the text, for messages.
+
+    Raises:
+        ConfigError: a tag that asks for something else.
+    """
+    yaml = _pyyaml(source)
+    loader = yaml.SafeLoader("")
+    try:
+        return loader.construct_document(node)
+    except (yaml.YAMLError, ValueError) as error:
+        what = str(getattr(error, "problem", None) or error).splitlines()[0]
+        where = f"{source}:{node.start_mark.line + 1}"
+        raise ConfigError(Problem("yaml-value", f"this is no plain value: {what}", where, "correct it")) from error
+    finally:
+        loader.dispose()
 
 
 def _pyyaml(source: str) -> ModuleType:

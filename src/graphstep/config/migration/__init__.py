@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from graphstep.config.migration.rewrite import Rewrite
 from graphstep.config.migration.shell import migrate_argv, migrate_shell
-from graphstep.config.migration.store import read_text, replace_file
 from graphstep.config.migration.yaml_text import migrate_yaml
 
-__all__ = ["Rewrite", "migrate_argv", "migrate_shell", "migrate_yaml", "read_text", "replace_file"]
+__all__ = ["Rewrite", "migrate_argv", "migrate_shell", "migrate_yaml"]
