@@ -136,9 +136,22 @@ def _migrate_help() -> str:
     return HELP
 
 
+def _advise(argv: Sequence[str]) -> int:
+    from graphstep.cli.advise import run
+
+    return run(argv)
+
+
+def _advise_help() -> str:
+    from graphstep.cli.advise import HELP
+
+    return HELP
+
+
 COMMANDS: Mapping[str, Command] = {
     "train": Command(summary="train a model and say what was captured", run=_train, help=_train_help),
     "config": Command(summary="print the configuration a command line gives", run=_config, help=_config_help),
+    "advise": Command(summary="say which options fit a scenario, and why", run=_advise, help=_advise_help),
     "migrate": Command(summary="write old options of CUDA graphs in their new form", run=_migrate, help=_migrate_help),
 }
 """The commands, by name."""
