@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import shutil
 import subprocess
+import sys
+import tempfile
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -73,6 +76,8 @@ def fault_of_graphstep(words: list[str]) -> str:
 
     if not words or words[0].startswith("-") or "--help" in words:
         return ""
+    if words[0] in ("migrate", "advise"):
+        return fault_of_running(words)
     if words[0] not in ("train", "config"):
         return f"unknown command {words[0]}"
     try:
@@ -80,6 +85,23 @@ def fault_of_graphstep(words: list[str]) -> str:
     except ConfigError as error:
         return str(error)
     return ""
+
+
+def fault_of_running(words: list[str]) -> str:
+    """Runs a command that is over at once, among copies of the examples."""
+    with tempfile.TemporaryDirectory() as folder:
+        shutil.copytree(ROOT / "examples", Path(folder) / "examples")
+        done = subprocess.run(
+            [sys.executable, "-m", "graphstep", *words],
+            cwd=folder,
+            env={**os.environ, "PYTHONPATH": str(ROOT / "src")},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+    good = (0, 1) if "--check" in words else (0,)
+    return "" if done.returncode in good and done.stdout else f"exit code {done.returncode}: {done.stderr}"
 
 
 def fault_of_python(words: list[str]) -> str:
@@ -132,3 +154,5 @@ def test_faults_are_seen() -> None:
     assert [bool(fault_of(command)) for command in found] == [True, False, True, True, True, True, False]
     assert found[0] == ["make", "nothing", "X=2"]
     assert found[-1] == ["python", "-m", "pytest", "tests", "-m", "gpu"]
+    lines = "graphstep advise --scenario x", "graphstep migrate none.sh", "graphstep migrate -- --enable-cuda-graph"
+    assert [bool(fault_of(shlex.split(line))) for line in lines] == [True, True, False]
