@@ -32,6 +32,7 @@ class OperationTraits:
 
     name: str
     replay: Replay
+    argument_names: tuple[str, ...] = ()
     written: tuple[tuple[int, str], ...] = ()
     """Arguments that it writes: position and name."""
     out_variant: Any = None
@@ -113,6 +114,7 @@ def _describe(operation: Any) -> OperationTraits:
     is_collective = operation.namespace in COLLECTIVE_NAMESPACES
     facts: dict[str, Any] = {
         "name": f"{schema.name}.{schema.overload_name}" if schema.overload_name else schema.name,
+        "argument_names": tuple(argument.name for argument in schema.arguments),
         "written": tuple(
             (position, argument.name)
             for position, argument in enumerate(schema.arguments)

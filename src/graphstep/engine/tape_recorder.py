@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from graphstep.engine import torch_private
 from graphstep.engine.foreign import InsideKernel
 from graphstep.engine.refusals import Refusals
+from graphstep.engine.tape_collectives import WAITS, CollectiveCall, InsideCollective, waits_again_for
 from graphstep.engine.tape_ops import (
     OperationTable,
     OperationTraits,
@@ -23,7 +24,7 @@ from graphstep.engine.tape_ops import (
     written_tensors,
 )
 from graphstep.engine.tape_random import GeneratorTrack
-from graphstep.engine.tape_steps import Step, restore_constant, step_for, waits_for
+from graphstep.engine.tape_steps import Step, fixed_call, restore_constant, step_for
 from graphstep.engine.undo import UndoLog
 
 _IGNORED_NAMESPACES = frozenset({"profiler", "prim"})
@@ -78,6 +79,8 @@ class TapeRecorder(TorchDispatchMode):
         self._grad_enabled = self.tape.starts_with_grad
         self._default_dtype = self.tape.default_dtype
         self._pending: list[Step] = []
+        self._started: list[CollectiveCall] = []
+        self._collective_memory: dict[int, Tensor] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -90,11 +93,15 @@ class TapeRecorder(TorchDispatchMode):
         traits = self._table.of(func)
         if traits.is_composite:
             return self._divide(func.decompose, traits.name, args, kwargs)
+        if self._is_inside_collective(args, kwargs):
+            with InsideCollective(self._collective_memory):
+                return func(*args, **kwargs)
         self._refuse(traits, args, kwargs)
         self._follow_settings()
         track = self._before_random(traits, args, kwargs)
         given = self._note_inputs(traits, args, kwargs)
         result = self._run(func, traits, args, kwargs)
+        self._finish_collectives(traits, args, kwargs)
         self._append(func, traits, args, kwargs, result, given)
         if track is not None:
             track.drawn(len(self.tape.steps))
@@ -109,6 +116,7 @@ class TapeRecorder(TorchDispatchMode):
         for track in self._tracks.values():
             if track.has_drawn:  # Else it is not this capture's business: another thread may use the generator.
                 self._append_rewind(track)
+        self.tape.steps.extend(collective.finish for collective in self._started)
         saves = [save for track in self._tracks.values() for save in track.saves()]
         for position, save in sorted(saves, key=lambda item: item[0], reverse=True):
             self.tape.steps.insert(position, save)
@@ -127,6 +135,8 @@ class TapeRecorder(TorchDispatchMode):
     def forget(self) -> None:
         """Let go of all tensors, after a failure: the error may be kept for long and keeps this object."""
         self.tape = Tape()
+        self._started.clear()
+        self._collective_memory.clear()
 
     # ----- before the operation runs
 
@@ -276,10 +286,34 @@ class TapeRecorder(TorchDispatchMode):
         return result
 
     def _call(self, func: Any, traits: OperationTraits, args: Any, kwargs: Any) -> Any:
-        if not traits.is_foreign:
-            return func(*args, **kwargs)
-        with InsideKernel(self._refuse, self._table):
-            return torch_private.call_kernel(func, args, kwargs)
+        if traits.replay is Replay.COLLECTIVE:
+            with InsideCollective(self._collective_memory):
+                result = torch_private.call_kernel(func, args, kwargs)
+            for tensor in tensors_in(result):
+                self._collective_memory.pop(torch_private.storage_key(tensor), None)
+            return result
+        if traits.is_foreign:
+            with InsideKernel(self._refuse, self._table):
+                return torch_private.call_kernel(func, args, kwargs)
+        return func(*args, **kwargs)
+
+    def _is_inside_collective(self, args: Any, kwargs: Any) -> bool:
+        """True for work that a collective does while the function waits for it."""
+        return bool(self._collective_memory) and any(
+            torch_private.storage_key(tensor) in self._collective_memory
+            for tensor in tensors_in([*args, *kwargs.values()])
+        )
+
+    def _finish_collectives(self, traits: OperationTraits, args: Any, kwargs: Any) -> None:
+        """Have the replay wait for collectives whose memory the operation uses."""
+        if not self._started:
+            return
+        used = {torch_private.storage_key(tensor) for tensor in tensors_in([*args, *kwargs.values()])}
+        written = {torch_private.storage_key(tensor) for tensor in written_tensors(traits, args, kwargs)}
+        for collective in list(self._started):
+            if used & collective.touches_by_reading or written & collective.touches_by_writing:
+                self._started.remove(collective)
+                self.tape.steps.append(collective.finish)
 
     # ----- after it ran
 
@@ -294,7 +328,13 @@ class TapeRecorder(TorchDispatchMode):
             if key not in self.tape.external:  # Else a constant that the operation looked up.
                 self.tape.created.setdefault(key, alias)
         if traits.replay is Replay.COLLECTIVE:
-            self._pending.extend(waits_for(result))
+            if traits.name in WAITS:
+                return  # Touching the tensor was enough.
+            collective = CollectiveCall(traits, fixed_call(func, args, kwargs), fresh)
+            self._pending.extend(waits_again_for(traits, result))
+            self._started.append(collective)
+            self.tape.steps.append(collective.start)
+            return
         step = step_for(func, traits, args, kwargs, fresh)
         if step is not None:
             self.tape.steps.append(step)

@@ -27,13 +27,7 @@ def step_for(
     has_content = not fresh or any(tensor.device.type != "meta" for tensor in fresh)
     if traits.replay is Replay.NOTHING or traits.changes_metadata or not has_content:
         return None
-    call = partial(
-        func,
-        *replace_tensors(tuple(args), torch_private.plain_alias),
-        **{name: replace_tensors(value, torch_private.plain_alias) for name, value in kwargs.items()},
-    )
-    if traits.replay is Replay.COLLECTIVE:
-        return partial(_collective, call, traits.name, fresh)
+    call = fixed_call(func, args, kwargs)
     if traits.replay is Replay.CALL and not fresh:
         return call
     if not fresh:
@@ -46,6 +40,15 @@ def step_for(
             into = partial(variant, **dict(zip(traits.out_names, fresh, strict=True)))
             return partial(_write_out, into, traits.name, [(out, out.shape) for out in fresh])
     return partial(_copy_results, _fix_dtype(func, call, fresh), traits.name, fresh)
+
+
+def fixed_call(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> partial[Any]:
+    """The call with its tensors replaced by aliases that no Python of the user can change."""
+    return partial(
+        func,
+        *replace_tensors(tuple(args), torch_private.plain_alias),
+        **{name: replace_tensors(value, torch_private.plain_alias) for name, value in kwargs.items()},
+    )
 
 
 def restore_constant(content: Tensor) -> Step:
@@ -86,32 +89,21 @@ def _write_out(variant: Step, name: str, outs: Sequence[tuple[Tensor, torch.Size
 
 
 def _copy_results(call: partial[Any], name: str, recorded: Sequence[Tensor]) -> None:
-    _write(name, recorded, _new_tensors(call(), call))
+    write_results(name, recorded, new_tensors(call(), call))
 
 
-def waits_for(result: Any) -> list[Step]:
-    """Calls that wait for a collective, given what it returned."""
-    items = result if isinstance(result, tuple) else (result,)
-    works = [item for item in items if torch_private.work_is_pending(item)]
-    if works:
-        return [work.wait for work in works]
-    return [partial(torch.ops._c10d_functional.wait_tensor, tensor) for tensor in tensors_in(result)]
-
-
-def _collective(call: partial[Any], name: str, recorded: Sequence[Tensor]) -> None:
-    result = call()
-    for wait in waits_for(result):
-        wait()
-    if recorded:
-        _write(name, recorded, _new_tensors(result, call))
-
-
-def _new_tensors(result: Any, call: partial[Any]) -> list[Tensor]:
+def new_tensors(result: Any, call: partial[Any]) -> list[Tensor]:
+    """Those results of a call that do not lie in the memory of an argument."""
     given = {torch_private.storage_key(tensor) for tensor in tensors_in([*call.args, *call.keywords.values()])}
     return [tensor for tensor in tensors_in(result) if torch_private.storage_key(tensor) not in given]
 
 
-def _write(name: str, recorded: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+def write_results(name: str, recorded: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+    """Copy results into the recorded ones.
+
+    Raises:
+        CaptureError: their number, shape or dtype is not the recorded one.
+    """
     if len(recorded) != len(values):
         raise _changed(name, f"number of new results from {len(recorded)} to {len(values)}")
     for target, value in zip(recorded, values, strict=True):
