@@ -151,7 +151,12 @@ PROBLEMS: dict[str, str | Example] = {
     "offload-inflight": Example(f"{FULL} {FINE} core_attn", OFFLOAD),
     "optimizer-offload-precision": "--optimizer-cpu-offload",
     # ranks
-    "ranks-divide": Example("--tensor-model-parallel-size 3", TWO_RANKS),
+    "ranks-divide": Example("--context-parallel-size 3", TWO_RANKS),
+    "stages-divide-layers": Example("--num-layers 3 --pipeline-model-parallel-size 2", TWO_RANKS),
+    "ranks-divide-heads": Example(
+        "--num-attention-heads 1 --tensor-model-parallel-size 2", TWO_RANKS | {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    ),
+    "ranks-connections": Example("--tensor-model-parallel-size 2", TWO_RANKS, Machine(gpu_arch=9)),
     "expert-ranks-divide": Example(f"{EXPERTS} --expert-model-parallel-size 4", TWO_RANKS),
     "ranks-batches-divide": Example("--micro-batch-size 1 --global-batch-size 3", TWO_RANKS),
     "expert-ranks-need-experts": Example("--expert-model-parallel-size 2", TWO_RANKS),
@@ -242,6 +247,7 @@ NOTICES: dict[str, str | Example] = {
     "offload-norm-in-graph": Example(f"{TE} --cuda-graph-modules attn {FINE} attn_norm", OFFLOAD),
     "delayed-offload-without-effect": "--delay-offload-until-cuda-graph",
     "sequence-parallel-needs-tensor": "--sequence-parallel",
+    "ranks-connections-unknown": Example("--context-parallel-size 2", TWO_RANKS),
     "weight-shards-connections": Example(f"{LOCAL} {SHARDS}", TWO_RANKS),
     "freeze-gc-without-effect": Example("", {"CUDA_GRAPH_CAPTURE_FREEZE_GC": "1"}),
     "inference-expert-padding": Example(f"{LOCAL} {EP}", TWO_RANKS),

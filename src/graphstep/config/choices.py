@@ -24,6 +24,7 @@ CrossEntropyFusion = Literal["native", "te"]
 Fp8Format = Literal["e4m3", "hybrid"]
 Fp8Recipe = Literal["tensorwise", "delayed", "mxfp8", "blockwise", "custom"]
 Fp4Format = Literal["e2m1"]
+Fp4Recipe = Literal["nvfp4", "custom"]
 RecomputeGranularity = Literal["full", "selective"]
 RecomputeMethod = Literal["uniform", "block"]
 LoadBalancing = Literal["aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "none"]
@@ -44,6 +45,7 @@ CHOICES: Mapping[str, tuple[str, ...]] = {
     "fp8_format": get_args(Fp8Format),
     "fp8_recipe": get_args(Fp8Recipe),
     "fp4_format": get_args(Fp4Format),
+    "fp4_recipe": get_args(Fp4Recipe),
     "recompute_granularity": get_args(RecomputeGranularity),
     "recompute_method": get_args(RecomputeMethod),
     "moe_router_load_balancing_type": get_args(LoadBalancing),

@@ -7,7 +7,7 @@ from enum import Enum
 from typing import Any
 
 from graphstep.config.layer_freq import LAYER_FREQ, as_layer_freq
-from graphstep.config.migrations import OLD_MODULES
+from graphstep.config.migrations import FULL, OLD_MODULES
 from graphstep.config.options import OPTIONS, Option
 from graphstep.config.parsing import Reading
 from graphstep.config.suggest import suggestion
@@ -49,9 +49,14 @@ def read_keywords(given: Mapping[str, Any]) -> Reading:
         elif name in reading.values and reading.values[name] != value:
             what = f"{key} and {name} are the same option, with different values"
             reading.problems.append(Problem("given-twice", what, name, "leave one of the two out"))
-        elif value is not None:
+        elif value is not None and not _is_default(name, value, given):
             _read_value(option, value, reading)
     return reading
+
+
+def _is_default(name: str, value: object, given: Mapping[str, Any]) -> bool:
+    """Is this the default of a field of Megatron-LM's, which does not count beside the old name of the field?"""
+    return name == "cuda_graph_modules" and value == FULL and given.get("cuda_graph_scope") is not None
 
 
 def _read_value(option: Option, value: object, reading: Reading) -> None:

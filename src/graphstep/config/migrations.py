@@ -260,8 +260,8 @@ CONFLICTS: tuple[Conflict, ...] = (
     Conflict(
         code="old-full-mixed",
         where="--cuda-graph-modules",
-        broken=lambda given: FULL in _words(given) and len(set(_words(given))) > 1,
-        what="module full means whole layers: it cannot stand beside other modules",
+        broken=lambda given: FULL in _words(given) and len(_words(given)) > 1,
+        what="module full means whole layers: it stands alone",
         fix="name the modules without full, or leave --cuda-graph-modules out for whole layers",
     ),
     Conflict(

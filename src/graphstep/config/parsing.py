@@ -116,7 +116,7 @@ def _read_option(option: Option, chunk: _Chunk, reading: Reading) -> None:
         return
     values = [_convert(option, word, chunk.spelling, reading) for word in words]
     if option.dest not in reading.wrong:
-        _note(option, chunk.spelling, values[0] if option.nargs == 1 else tuple(dict.fromkeys(values)), reading)
+        _note(option, chunk.spelling, values[0] if option.nargs == 1 else tuple(values), reading)
 
 
 def _convert(option: Option, word: str, spelling: str, reading: Reading) -> Any:

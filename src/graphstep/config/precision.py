@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from graphstep.config.choices import Fp4Format, Fp8Format, Fp8Recipe
+from graphstep.config.choices import Fp4Format, Fp4Recipe, Fp8Format, Fp8Recipe
 from graphstep.config.section import Section
 
 
@@ -28,3 +28,5 @@ class PrecisionConfig(Section):
     """Keep parameters in fp8 and gather them so."""
     fp4_format: Fp4Format | None = None
     """Format of fp4 matrix multiplications; None: no fp4."""
+    fp4_recipe: Fp4Recipe = "nvfp4"
+    """How fp4 scales are chosen."""

@@ -9,14 +9,14 @@ from graphstep.config.rules import SUBJECTS, Rule
 
 _INTRODUCTION = """# Rules
 
-What options have to obey, made from the table that the command line, the dataclasses and the keyword arguments are
-checked by (`graphstep config --rules`). A *problem* is refused with exit code 2, together with all others; a *notice* is
-said once, and the run goes on. Names in braces stand for values.
+What options have to obey, made from the table that the command line, files, the dataclasses and keyword arguments are
+checked by (`graphstep config --rules`). A *problem* is refused with exit code 2, together with all others; a *notice*
+is said once, and the run goes on. Names in braces stand for values.
 """
 _MIGRATIONS = """## Old options
 
-Options and values of older Megatron-LM versions are read as new ones, with one notice each. `graphstep migrate` rewrites
-command lines, scripts and files.
+Options and values of older Megatron-LM versions are read as new ones, with one notice each. `graphstep migrate`
+rewrites command lines, scripts and files.
 """
 
 

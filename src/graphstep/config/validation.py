@@ -154,14 +154,14 @@ def to_member(kind: type[E], value: object, name: str) -> E:
 
 
 def module_words(value: object) -> tuple[str, ...]:
-    """Return the names of modules as a tuple without repeats; None means none, and commas join several.
+    """Return the names of modules as a tuple, as often as they are named; None means none, commas join several.
 
     Raises:
         ConfigError: neither a word nor a list of words.
     """
     words = as_words(() if value is None else value)
     parts = (part.strip() for word in words for part in str(word).split(","))
-    return tuple(dict.fromkeys(part for part in parts if part))
+    return tuple(part for part in parts if part)
 
 
 def as_words(value: object) -> tuple[str, ...]:

@@ -38,6 +38,7 @@ ARCHITECTURE_OPTIONS: tuple[Option, ...] = (
     _precision.word("--fp8-recipe", "how fp8 scales are chosen"),
     _precision.switch("--fp8-param-gather", "keep and gather parameters in fp8"),
     _precision.word("--fp4-format", "format of fp4 matrix multiplications", default_text="no fp4"),
+    _precision.word("--fp4-recipe", "how fp4 scales are chosen"),
     _loop.word("--optimizer", "which optimizer"),
     _loop.switch("--skip-train", "validate and test only"),
     _loop.word("--dataloader-type", "order of the data", default_text="chosen by the task"),

@@ -15,6 +15,7 @@ LAYER_RULES: tuple[Rule, ...] = (
         "fp8_format",
         "fp8_recipe",
         "fp4_format",
+        "fp4_recipe",
         "optimizer",
         "dataloader_type",
     ),
@@ -57,6 +58,13 @@ LAYER_RULES: tuple[Rule, ...] = (
         lambda o: o.fp8_format is None,
         "fp8 is off",
         "add --fp8-format hybrid, or leave it out",
+    ),
+    *idle(
+        ("fp4_recipe",),
+        ("fp4_format",),
+        lambda o: o.fp4_format is None,
+        "fp4 is off",
+        "add --fp4-format e2m1, or leave it out",
     ),
     *idle(
         ("cross_entropy_fusion_impl",),

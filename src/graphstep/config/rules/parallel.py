@@ -29,6 +29,11 @@ def _has_few_connections(options: Any) -> bool:
     return not (word.isascii() and word.isdigit() and int(word[:6]) >= 16)
 
 
+def _wants_one_connection(options: Any) -> bool:
+    shares = options.tensor_model_parallel_size > 1 or options.context_parallel_size > 1
+    return shares and not options.use_megatron_fsdp and options.cuda_device_max_connections.strip() != "1"
+
+
 PARALLEL_RULES: tuple[Rule, ...] = (
     *(at_least(1, name, "use 1 to share nothing") for name in _FP_RANKS),
     at_least(1, "expert_model_parallel_size", "use 1 to share nothing"),
@@ -67,6 +72,57 @@ PARALLEL_RULES: tuple[Rule, ...] = (
         what="global batch size {global_batch_size} is no multiple of micro batch size {micro_batch_size} times "
         "{data_parallel_size} copies of the model",
         fix="choose a multiple, or leave --global-batch-size out",
+    ),
+    Rule(
+        code="stages-divide-layers",
+        fields=(
+            "pipeline_model_parallel_size",
+            "num_virtual_stages_per_pipeline_rank",
+            "num_layers",
+            "hybrid_layer_pattern",
+        ),
+        broken=lambda o: (
+            o.hybrid_layer_pattern is None
+            and o.num_layers % (o.pipeline_model_parallel_size * (o.num_virtual_stages_per_pipeline_rank or 1)) != 0
+        ),
+        what="{num_layers} layers cannot be split evenly among {pipeline_model_parallel_size} stages and their chunks",
+        fix="choose a multiple for --num-layers",
+    ),
+    Rule(
+        code="ranks-divide-heads",
+        fields=("tensor_model_parallel_size", "num_attention_heads"),
+        broken=lambda o: o.num_attention_heads % o.tensor_model_parallel_size != 0,
+        what="{num_attention_heads} attention heads cannot be split evenly among {tensor_model_parallel_size} ranks",
+        fix="make --num-attention-heads a multiple of --tensor-model-parallel-size",
+    ),
+    Rule(
+        code="ranks-connections",
+        fields=(
+            "tensor_model_parallel_size",
+            "context_parallel_size",
+            "use_megatron_fsdp",
+            "cuda_device_max_connections",
+            "gpu_arch",
+        ),
+        broken=lambda o: o.gpu_arch is not None and o.gpu_arch < _BLACKWELL and _wants_one_connection(o),
+        what="before Blackwell, ranks that share matrices or sequences overlap their exchanges with one hardware queue "
+        "only",
+        fix="set CUDA_DEVICE_MAX_CONNECTIONS=1",
+    ),
+    Rule(
+        code="ranks-connections-unknown",
+        fields=(
+            "tensor_model_parallel_size",
+            "context_parallel_size",
+            "use_megatron_fsdp",
+            "cuda_device_max_connections",
+            "gpu_arch",
+        ),
+        broken=lambda o: o.gpu_arch is None and _wants_one_connection(o),
+        what="before Blackwell, ranks that share matrices or sequences overlap their exchanges with one hardware queue "
+        "only",
+        fix="set CUDA_DEVICE_MAX_CONNECTIONS=1 on such devices",
+        is_notice=True,
     ),
     Rule(
         code="expert-ranks-need-experts",
