@@ -31,7 +31,8 @@ SPELLINGS = """
 --hybrid-layer-pattern --mtp-num-layers --multi-latent-attention --transformer-impl --cross-entropy-loss-fusion
 --cross-entropy-fusion-impl --no-gradient-accumulation-fusion --te-rng-tracker --inference-rng-tracker --fp16
 --loss-scale --fp8-format --fp8-recipe --fp8-param-gather --fp4-format --fp4-recipe --optimizer --skip-train
---dataloader-type --calculate-per-token-loss --check-for-large-grads --check-for-spiky-loss --log-num-zeros-in-grad --timing-log-level
+--dataloader-type --calculate-per-token-loss --check-for-large-grads --check-for-spiky-loss --log-num-zeros-in-grad
+--timing-log-level
 --tensor-model-parallel-size --pipeline-model-parallel-size --num-virtual-stages-per-pipeline-rank
 --context-parallel-size --expert-model-parallel-size --expert-tensor-parallel-size --tensor-parallel-num-weight-shards
 --sequence-parallel --hybrid-context-parallel --use-distributed-optimizer --use-precision-aware-optimizer

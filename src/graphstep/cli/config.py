@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -16,11 +16,12 @@ from graphstep.config.environment import VARIABLES, Environment
 from graphstep.config.options import Option
 
 JSON_FLAG, ALL_FLAG, RULES_FLAG = "--json", "--all", "--rules"
-FLAGS = {
+FLAGS: Mapping[str, str] = {
     JSON_FLAG: "print one JSON object",
     ALL_FLAG: "show options of parts that the run does not use, too",
     RULES_FLAG: "print the page of rules, docs/rules.md, and nothing else",
 }
+"""Options of this command alone, and what they do."""
 SHOWN_SECTIONS = ("model", "training", "data", "graphs")
 """Sections that are shown even when everything in them is at its default."""
 

@@ -117,10 +117,12 @@ def _config(argv: Sequence[str]) -> int:
 
 
 def _config_help() -> str:
+    from graphstep.cli.config import FLAGS
+
     return help_text(
         "graphstep config",
-        "Print what a command line of graphstep train amounts to, and where each value comes from; with --json as one "
-        "JSON object.",
+        "Print what a command line of graphstep train amounts to, where each value comes from, and what is captured. "
+        "Options of its own: " + "; ".join(f"{flag}: {text}" for flag, text in FLAGS.items()) + ".",
     )
 
 
