@@ -93,7 +93,7 @@ def switches_of(arguments: Mapping[str, Any], source: str) -> CheckpointSwitches
             fix = f"give {name} on the command line instead"
             problems.append(Problem("checkpoint-switch", what, source, fix))
         else:
-            given[name] = tuple(dict.fromkeys(words)) if name in _LISTS else words[0]
+            given[name] = tuple(words) if name in _LISTS else words[0]
     if given.keys() >= _LISTS and set(given["cuda_graph_scope"]) == set(given["cuda_graph_modules"]):
         del given["cuda_graph_scope"]  # Megatron-LM wrote both names
     outcome = migrate(given)

@@ -125,6 +125,15 @@ def test_a_whole_script() -> None:
         ("(( n << 1 ))\nrun --enable-cuda-graph\n", "(( n << 1 ))\nrun --cuda-graph-impl local\n"),
         ("case $x in a|b) run --enable-cuda-graph ;; esac\n", "case $x in a|b) run --cuda-graph-impl local ;; esac\n"),
         ("run <<< 'x' --enable-cuda-graph\n", "run <<< 'x' --cuda-graph-impl local\n"),
+        (
+            "x=$(cat <<E\n it's )\nE\n)\nrun --enable-cuda-graph\n",
+            "x=$(cat <<E\n it's )\nE\n)\nrun --cuda-graph-impl local\n",
+        ),
+        ("x=$(y # it's\n)\nrun --enable-cuda-graph\n", "x=$(y # it's\n)\nrun --cuda-graph-impl local\n"),
+        (
+            "cat <<-'E'\n\tit's\n\tE\nrun --enable-cuda-graph\n",
+            "cat <<-'E'\n\tit's\n\tE\nrun --cuda-graph-impl local\n",
+        ),
         ("run --hybrid-override-pattern 'M*-M'\n", "run --hybrid-layer-pattern 'M*-M'\n"),
         (
             'A=(--enable-cuda-graph)\nB=(--cuda-graph-scope full_iteration)\nrun "${A[@]}" "${B[@]}"\n',
@@ -167,6 +176,9 @@ def test_forms(old: str, new: str) -> None:
         ("for o in --enable-cuda-graph; do x; done\n", 1, "no program"),
         ("ssh x <<EOF\n\nrun --enable-cuda-graph\nEOF\n", 3, "here-document"),
         ("run --cuda-graph-scope $SCOPE\n", 1, "only when the script runs"),
+        ("run --cuda-graph-scope=$SCOPE\n", 1, "only when the script runs"),
+        ('run "--cuda-graph-scope=${SCOPE}" --x\n', 1, "only when the script runs"),
+        ("run --enable-cuda-graph --cuda-graph-impl=$IMPL\n", 1, "depends on an option"),
         ("run --cuda-graph-scope full $REST\n", 1, "may take more values"),
         ("run --enable-cuda-graph --cuda-graph-impl $IMPL\n", 1, "depends on an option"),
         ('run --cuda-graph-scope full_iteration_inference "$@"\n', 1, ""),
@@ -205,6 +217,12 @@ def test_ambiguous_mixes_are_refused_all_at_once_with_their_lines() -> None:
         migrate_shell(text, "run.sh")
     assert [problem.where.split(": ")[0] for problem in caught.value.problems] == ["run.sh:2", "run.sh:5"]
     assert all(problem.fix for problem in caught.value.problems)
+
+
+def test_no_part_of_an_option_is_renamed_without_the_others() -> None:
+    rewrite = migrate_shell("run --cuda-graph-scope=attn --cuda-graph-scope=$SCOPE\n", "run.sh")
+    assert not rewrite.is_changed
+    assert len(rewrite.left) == 2
 
 
 def test_an_array_that_two_commands_need_in_two_forms_is_refused() -> None:

@@ -65,7 +65,7 @@ class Occurrence:
         """The value, in the form of the table of migrations."""
         if self.name in SWITCHES:
             return True
-        return tuple(dict.fromkeys(self.parts)) if self.name in LISTS else self.parts[0]
+        return self.parts if self.name in LISTS else self.parts[0]
 
 
 def find_occurrences(words: Sequence[Word], begins_options: Collection[int] = ()) -> list[Occurrence]:
@@ -76,6 +76,12 @@ def find_occurrences(words: Sequence[Word], begins_options: Collection[int] = ()
         begins_options: places of words that only a run can tell and that are known to begin with an option.
     """
     return list(_occurrences(words, begins_options))
+
+
+def attached_name(word: Word) -> str:
+    """Return the name of an option whose value, attached by ``=``, is expanded; empty if this is no such word."""
+    found = re.match(r"[\"']?(--[a-z0-9-]+)=", word.raw)
+    return SPELLINGS.get(found[1], "") if found and word.value is None else ""
 
 
 def old_texts(text: str) -> Iterator[tuple[int, str]]:
@@ -119,11 +125,14 @@ def implementations_of(occurrences: Sequence[Occurrence]) -> frozenset[str]:
 
 def _occurrences(words: Sequence[Word], begins_options: Collection[int]) -> Iterator[Occurrence]:
     for index, word in enumerate(words):
-        if word.value is None or not word.is_option:
+        if word.value is None:
+            name = attached_name(word)
+            if name:
+                yield Occurrence(name, word, (), (), "its value is known only when the script runs")
             continue
         spelling, equals, attached = word.value.partition("=")
-        name = SPELLINGS.get(spelling)
-        if name is None:
+        name = SPELLINGS.get(spelling, "")
+        if not name:
             continue
         values: list[Word] = []
         following = words[index + 1 :]

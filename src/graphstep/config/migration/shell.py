@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from graphstep.config.migration.occurrences import (
     Occurrence,
+    attached_name,
     find_occurrences,
     implementations_in,
     implementations_of,
@@ -258,7 +259,9 @@ def _mentions(script: Script, units: Sequence[_Unit]) -> Iterator[tuple[int, str
 
 def _is_exact(word: Word) -> bool:
     """Is this word an option by itself, with its value or without?"""
-    return word.value is not None and word.is_option and not any(blank in word.value for blank in " \t\n")
+    return bool(attached_name(word)) or (
+        word.value is not None and word.is_option and not any(blank in word.value for blank in " \t\n")
+    )
 
 
 def _one_option_a_line(argv: Sequence[str]) -> str:

@@ -241,26 +241,48 @@ class _Scanner:
         return False
 
     def _skip_balanced(self, opening: str, closing: str) -> None:
+        """Skip to behind the closing character; of commands, also quotes, comments and here-documents in between."""
         start, depth = self.position, 0
+        has_commands = opening == "(" and not self.text.startswith("((", start)
+        outer, self._pending = self._pending, []
         while self.position < len(self.text):
             character = self.text[self.position]
+            if character == '"':
+                self._double_quotes([])
+                continue
             if character == "\\":
                 self.position += 1
             elif character == "'" and opening == "(":
                 end = self.text.find("'", self.position + 1)
                 self.position = len(self.text) if end < 0 else end
-            elif character == '"':
-                self._double_quotes([])
+            elif has_commands and self._skip_document_or_comment():
                 continue
             elif character == opening:
                 depth += 1
             elif character == closing:
                 depth -= 1
-                if depth == 0:
-                    self.position += 1
-                    return
             self.position += 1
+            if depth == 0:
+                self._pending = outer
+                return
         raise self._unclosed(opening, start)
+
+    def _skip_document_or_comment(self) -> bool:
+        """Inside ``$(...)``: move on over a comment, the word behind ``<<``, or the lines it stands for."""
+        rest = self.text[self.position : self.position + 3]
+        if rest.startswith("#") and self.text[self.position - 1] in " \t\n":
+            self._skip_blanks(False)
+        elif rest.startswith("<<") and rest != "<<<":
+            self.position += 3 if rest == "<<-" else 2
+            self._read_delimiter(rest == "<<-")
+        elif rest.startswith("\n") and self._pending:
+            self.position += 1
+            self._here_documents()
+        elif rest == "<<<":
+            self.position += 3
+        else:
+            return False
+        return True
 
     def _unclosed(self, opening: str, position: int) -> ConfigError:
         line = line_of(self.text, position)

@@ -257,8 +257,8 @@ def _given_list(kind: str, value: Node) -> tuple[str, ...] | None:
         return ()
     if value.id == "sequence":
         words = [item.value for item in value.value]
-        return tuple(dict.fromkeys(words)) if all(isinstance(word, str) for word in words) else None
-    return tuple(dict.fromkeys(_split(value.value))) if kind == "str" and _is_plain(value.value) else None
+        return tuple(words) if all(isinstance(word, str) for word in words) else None
+    return tuple(_split(value.value)) if kind == "str" and _is_plain(value.value) else None
 
 
 def _split(text: str) -> Iterator[str]:
