@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shlex
@@ -81,7 +82,8 @@ def fault_of_graphstep(words: list[str]) -> str:
     if words[0] not in ("train", "config"):
         return f"unknown command {words[0]}"
     try:
-        from_argv([word for word in words[1:] if (words[0], word) != ("config", "--json")])
+        with contextlib.chdir(ROOT):
+            from_argv([word for word in words[1:] if (words[0], word) != ("config", "--json")])
     except ConfigError as error:
         return str(error)
     return ""
