@@ -244,6 +244,14 @@ def test_what_is_never_closed_is_said(text: str) -> None:
     assert problem.where == f"run.sh:{text.count(chr(10)) + 1}"
 
 
+def test_hostile_texts_end_soon() -> None:
+    with pytest.raises(ConfigError) as caught:
+        migrate_shell('"$(' * 5000)
+    assert caught.value.problems[0].code == "shell-nesting"
+    for text in ("x '--cuda-graph-modules " + ", " * 5000 + "y'", "a" * 100_000, "(" * 10_000 + "x" + ")" * 10_000):
+        assert not migrate_shell(text).is_changed
+
+
 LINES = st.sampled_from(
     [
         "run",

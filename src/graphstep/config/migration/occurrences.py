@@ -30,7 +30,7 @@ MODULE_WORDS = frozenset(CudaGraphModule) | frozenset(OLD_MODULES)
 _OLD_OPTIONS = "|".join(re.escape(spelling) for spelling in (*OLD_NAMES, *(o for o in REMOVED if o.startswith("--"))))
 _OLD_TEXT = re.compile(
     rf"(?:(?<![\w-])|(?<=:-))(?:{_OLD_OPTIONS})(?![\w-])"
-    rf"|--cuda-graph-modules[ =]+(?:[\w,]+[ ,]+)*?(?:{'|'.join(OLD_MODULES)})(?![\w-])"
+    rf"|--cuda-graph-modules[ =]+(?:\w+[ ,]+)*?(?:{'|'.join(OLD_MODULES)})(?![\w-])"
 )
 _IMPL_TEXT = re.compile(r"(?<![\w-])(--enable-cuda-graph|--external-cuda-graph|--cuda-graph-impl(?:[ =]+(\w+))?)")
 

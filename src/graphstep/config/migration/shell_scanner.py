@@ -65,7 +65,11 @@ def scan(text: str, source: str) -> list[Token]:
     Raises:
         ConfigError: a quote, a parenthesis or a brace that is never closed.
     """
-    return _Scanner(text, source).tokens()
+    try:
+        return _Scanner(text, source).tokens()
+    except RecursionError as error:
+        what = "expansions and quotes are nested too deeply"
+        raise ConfigError(Problem("shell-nesting", what, source, "name a shell script")) from error
 
 
 @dataclass(slots=True)
