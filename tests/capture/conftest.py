@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import importlib
 from collections.abc import Iterator
 
 import pytest
@@ -14,6 +15,7 @@ from graphstep.capture.session import GraphSession
 @pytest.fixture(scope="session", autouse=True)
 def objects_of_the_test_run_set_aside() -> Iterator[None]:
     """Every capture collects garbage first, which is slow with all that pytest and torch keep."""
+    importlib.import_module("torch._dynamo")  # what optimizers import when they are first used
     gc.collect()
     gc.freeze()
     yield

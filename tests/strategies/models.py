@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from typing import Any
@@ -117,10 +118,11 @@ def run_microbatches(
 
 
 def in_order(*orders: str) -> Callable[..., Tensor]:
-    """A schedule: ``"ffbfbb"`` runs forwards, and backwards of the oldest forward in flight (``B``: the newest).
+    """Schedules: ``"ffbfbb"`` runs forwards, and backwards of the oldest forward in flight (``B``: the newest).
 
-    One order for each number of microbatches.
+    Those that fit the number of microbatches take turns.
     """
+    num_calls: Counter[int] = Counter()
 
     def forward_backward(
         *, data_iterator: Iterator[Any], model: nn.Module, num_microbatches: int, forward_only: bool = False
@@ -129,7 +131,9 @@ def in_order(*orders: str) -> Callable[..., Tensor]:
             return run_microbatches(
                 data_iterator=data_iterator, model=model, num_microbatches=num_microbatches, forward_only=True
             )
-        (order,) = [order for order in orders if order.count("f") == num_microbatches]
+        fitting = [order for order in orders if order.count("f") == num_microbatches]
+        order = fitting[num_calls[num_microbatches] % len(fitting)]
+        num_calls[num_microbatches] += 1
         losses, waiting = [], []
         for word in order:
             if word == "f":

@@ -148,10 +148,14 @@ def _same(mine: Tensor | None, theirs: Tensor | None) -> bool:
 
 
 def compared(device: torch.device, impl: str, script: Callable[[Run], Any], **options: Any) -> Run:
-    """Run ``script`` eagerly and with a strategy, and insist on the same bits. Returns the run with the strategy."""
+    """Run ``script`` eagerly and with a strategy, and insist on the same bits. Returns the run with the strategy.
+
+    ``options`` are those of :class:`Run`, and ``schedule``, which makes a forward-backward function for each run.
+    """
     runs = []
+    schedule = options.pop("schedule", None)
     for each in ("none", impl):
-        run = Run(device, each, **options)
+        run = Run(device, each, **options, **({"forward_backward": schedule()} if schedule else {}))
         script(run)
         runs.append(run)
     eager, graphed = runs

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -11,6 +13,12 @@ def backward_pass() -> int | None:
     current = getattr(torch._C, "_current_graph_task_id", None)
     number = -1 if current is None else int(current())
     return None if number < 0 else number
+
+
+def will_accumulate(node: Any) -> bool:
+    """Whether the backward pass under way reaches the leaf of this node: not so in ``autograd.grad``, for example."""
+    query = getattr(torch._C, "_will_engine_execute_node", None)
+    return True if query is None else bool(query(node))
 
 
 def num_holders(tensor: Tensor) -> int | None:

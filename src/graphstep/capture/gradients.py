@@ -32,18 +32,39 @@ class GradientHomes:
     That is the parameter's ``main_grad`` where the training loop keeps one (Megatron's protocol), else its ``.grad``.
     A parameter without a gradient gets one here, allocated outside any capture, so that ``.grad`` never aliases memory
     of the pool.
+
+    Args:
+        shared: parameters, by identity, with the gradients that were made for them. Given to several homes, it keeps
+            each of them from making its own.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, shared: dict[int, tuple[Tensor, Tensor]] | None = None) -> None:
         self._homes: dict[int, _Home] = {}
+        self._shared = shared if shared is not None else {}
         self._quick = _QuickLook(())
 
     def add(self, leaves: Iterable[Tensor]) -> None:
         """Settle where the gradients of these leaves live. Their values are not changed."""
         for leaf in leaves:
             if id(leaf) not in self._homes:
-                self._homes[id(leaf)] = _find(leaf)
+                self._homes[id(leaf)] = self._find(leaf)
         self._quick = _QuickLook(self._homes.values())
+
+    def _find(self, leaf: Tensor) -> _Home:
+        main = getattr(leaf, "main_grad", None)
+        if isinstance(main, Tensor):
+            return _Home(leaf, main, main.data_ptr(), is_main_grad=True, is_new=False)
+        is_new = leaf.grad is None
+        if leaf.grad is None:
+            leaf.grad = self._made_for(leaf)
+        return _Home(leaf, leaf.grad, leaf.grad.data_ptr(), is_main_grad=False, is_new=is_new)
+
+    def _made_for(self, leaf: Tensor) -> Tensor:
+        _, made = self._shared.get(id(leaf), (leaf, None))
+        if made is None or (made.shape, made.dtype, made.device) != (leaf.shape, leaf.dtype, leaf.device):
+            made = torch.zeros_like(leaf, memory_format=torch.preserve_format).detach()
+            self._shared[id(leaf)] = leaf, made
+        return made.zero_()
 
     def of(self, leaf: Tensor) -> Tensor:
         """The gradient storage of a leaf that was added."""
@@ -115,16 +136,6 @@ _FIX = (
     "keep the gradient tensors for the whole run and write into them, or drop the graphs (reset_cuda_graph(), or close "
     "and build a new strategy) and let them be captured again"
 )
-
-
-def _find(leaf: Tensor) -> _Home:
-    main = getattr(leaf, "main_grad", None)
-    if isinstance(main, Tensor):
-        return _Home(leaf, main, main.data_ptr(), is_main_grad=True, is_new=False)
-    is_new = leaf.grad is None
-    if leaf.grad is None:
-        leaf.grad = torch.zeros_like(leaf, memory_format=torch.preserve_format).detach()
-    return _Home(leaf, leaf.grad, leaf.grad.data_ptr(), is_main_grad=False, is_new=is_new)
 
 
 def _how_it_moved(home: _Home, main: Any) -> str:

@@ -78,7 +78,7 @@ class GraphPair:
         self._forward: Recording | None = None
         self._backward: Recording | None = None
         self._anchor = torch.empty(0, device=session.device, requires_grad=True)
-        self._needs_anchor = not any(tensor.requires_grad for tensor in self.inputs)
+        """A leaf of every replay, so that there is a backward at all, and to see which kind of pass it is."""
 
     # ----- capture
 
@@ -88,7 +88,14 @@ class GraphPair:
         trained: list[Tensor] = []
 
         def both_halves() -> None:
+            versions = [tensor._version for tensor in self.inputs]
             outputs = [output for output in flatten(self._call())[0] if output.requires_grad]
+            if [tensor._version for tensor in self.inputs] != versions:
+                raise CaptureError(
+                    "this region writes into its arguments; a replay would write into copies of them",
+                    where=self.region.name,
+                    fix="use an operation that makes a new tensor, such as x + y instead of x.add_(y)",
+                )
             leaves = [leaf for leaf in leaves_reached(outputs) if id(leaf) not in own]
             if outputs:
                 # Not `backward`: that would accumulate.
@@ -218,7 +225,7 @@ class GraphPair:
             The captured function's result over the static outputs: valid until the region's backward has run, or, if
             it is longer, until the next replay of this pair. Clone to keep.
         """
-        leaves = (*self._exposed, self._anchor) if self._needs_anchor else self._exposed
+        leaves = (*self._exposed, self._anchor)
         outputs: tuple[Tensor, ...] = _Replay.apply(self, lease, len(tensors), *tensors, *leaves)  # type: ignore[no-untyped-call]
         self._stats.num_replays += 1
         return unflatten(self._result_structure, outputs)
@@ -266,6 +273,11 @@ class GraphPair:
                 hook(parameter)
 
     @property
+    def accumulates(self) -> bool:
+        """True if the backward half adds to gradients by itself."""
+        return bool(self._parameters)
+
+    @property
     def differentiable(self) -> tuple[bool, ...]:
         """For each output, whether it has a gradient."""
         return self._differentiable
@@ -307,6 +319,13 @@ class _Replay(torch.autograd.Function):
                 "the backward of this call has run already, and the memory of its forward is used again",
                 where=ctx.pair.region.name,
                 fix="add up the losses and call backward once, or leave this module out of the captured ones",
+            )
+        if ctx.pair.accumulates and not autograd_private.will_accumulate(ctx.next_functions[-1][0]):
+            raise LifecycleError(
+                "gradients of chosen tensors were asked for (autograd.grad, or backward with inputs=...); the captured "
+                "backward would also add to the gradients of its parameters",
+                where=ctx.pair.region.name,
+                fix="call backward() and read .grad of the tensors, or leave this module out of the captured ones",
             )
         ctx.lease.backward_begins()
         ctx.has_run = True

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
@@ -38,7 +38,7 @@ class _Iteration:
     """State of one key: eager until warm, then one recording."""
 
     static: StaticInputs
-    homes: GradientHomes = field(default_factory=GradientHomes)
+    homes: GradientHomes
     observation: Observation | None = None
     num_eager: int = 0
     why_eager: str = "warmup"
@@ -84,6 +84,8 @@ class FullCudaGraphWrapper:
         self._warmup_steps = cuda_graph_warmup_steps
         self._max_graphs = max_graphs
         self._iterations: dict[tuple[bool, Signature], _Iteration] = {}
+        self._gradients: dict[int, tuple[Tensor, Tensor]] = {}
+        """Made for parameters that had none: the same for all graphs."""
 
     def forward_backward(
         self, *, data_iterator: Iterator[Any], num_microbatches: int, forward_only: bool = False
@@ -156,6 +158,7 @@ class FullCudaGraphWrapper:
     def close(self) -> None:
         """Close the session and forget the graphs."""
         self._iterations.clear()
+        self._gradients.clear()
         self._session.close()
 
     # ----- keys
@@ -170,7 +173,8 @@ class FullCudaGraphWrapper:
             if len(self._iterations) >= self._max_graphs:
                 return None
             key = (forward_only, self._signature(batches))
-            iteration = self._iterations[key] = _Iteration(StaticInputs(batches, self._session.device))
+            static = StaticInputs(batches, self._session.device)
+            iteration = self._iterations[key] = _Iteration(static, GradientHomes(self._gradients))
             self._stats(forward_only).static_bytes += iteration.static.nbytes
         return iteration
 
@@ -181,7 +185,7 @@ class FullCudaGraphWrapper:
         if iteration.graph is not None:
             self._session.release([iteration.graph.recording], stats)
         iteration.graph, iteration.observation, iteration.num_eager = None, None, 0
-        iteration.homes = GradientHomes()
+        iteration.homes = GradientHomes(self._gradients)
 
     # ----- eager
 

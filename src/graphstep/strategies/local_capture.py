@@ -18,6 +18,7 @@ from graphstep.capture.region import Region
 from graphstep.capture.session import GraphSession
 from graphstep.capture.signature import TensorLayout
 from graphstep.capture.static_inputs import own_entries
+from graphstep.engine.user_frame import user_line_of
 from graphstep.errors import CaptureError
 
 Pairs = dict[tuple[Region, int], GraphPair]
@@ -78,6 +79,13 @@ def capture_plan(
                 where = f"{event.region.name}, {event.phase.value}"
                 capturing.abandon(pairs)
                 raise CaptureError(error.what, where=f"{where}; {error.where}", fix=error.fix) from error
+            except Exception as error:
+                capturing.abandon(pairs)
+                raise CaptureError(
+                    f"the {event.phase.value} failed: {type(error).__name__}: {error}",
+                    where="; ".join([event.region.name, *filter(None, [str(user_line_of(error) or "")])]),
+                    fix="run the region by itself with the shapes of the step, or leave it out of the captured modules",
+                ) from error
             except BaseException:
                 capturing.abandon(pairs)
                 raise

@@ -91,7 +91,9 @@ class GraphedLayer:
         self._layer.__dict__["forward"] = InstalledForward(self._layer, self.forward)
 
     def remove(self) -> None:
-        """Put the layer's own ``forward`` back. May be called twice."""
+        """Put the layer's own ``forward`` back and let go of the graphs. May be called twice."""
+        for calls in self.regions:
+            calls.forget()
         installed = self._layer.__dict__.get("forward")
         if isinstance(installed, InstalledForward) and installed.runs(self.forward):
             del self._layer.__dict__["forward"]
@@ -184,6 +186,10 @@ class RegionCalls:
         self._why_not = "" if pairs else "no gradient in the first step"
         for pair in pairs:
             pair.is_held()
+
+    def forget(self) -> None:
+        """Let go of the pairs and run eagerly."""
+        self.observer, self._pairs, self._why_not = None, (), "closed"
 
     def start_step(self) -> None:
         """Look whether the attributes of the modules are as captured."""
