@@ -8,6 +8,7 @@ import re
 import pytest
 
 from graphstep.config import RunConfig, from_argv
+from graphstep.config.elsewhere import SWITCHES, VALUES
 from graphstep.config.help import help_text
 from graphstep.config.migrations import NEW_NAMES, OLD_NAMES
 from graphstep.config.options import OPTIONS, Option
@@ -65,7 +66,7 @@ SPELLINGS = """
 
 def test_the_options() -> None:
     spellings = [spelling for option in OPTIONS for spelling in option.spellings]
-    assert sorted(spellings) == sorted(SPELLINGS.split())
+    assert sorted(spellings) == sorted([*SPELLINGS.split(), *SWITCHES, *VALUES])
 
 
 def test_names_are_unique() -> None:
@@ -92,7 +93,8 @@ def test_an_option_says_what_it_is(option: Option) -> None:
     assert option.help
     assert option.group
     assert option.nargs == 0 or option.choices or option.metavar
-    others = ("group_query_attention", "lr_warmup_fraction", *OLD_NAMES.values())
+    others = ["group_query_attention", "lr_warmup_fraction", *OLD_NAMES.values()]
+    others += [flag.removeprefix("--").replace("-", "_") for flag in (*SWITCHES, *VALUES)]
     assert option.section is not None or option.dest in others
     assert option.annotation
 

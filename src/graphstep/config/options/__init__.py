@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from graphstep.config.options.architecture import ARCHITECTURE_OPTIONS
 from graphstep.config.options.data import DATA_OPTIONS
+from graphstep.config.options.elsewhere import ELSEWHERE_OPTIONS
 from graphstep.config.options.graphs import GRAPH_OPTIONS
 from graphstep.config.options.inference import INFERENCE_OPTIONS
 from graphstep.config.options.memory import MEMORY_OPTIONS
@@ -25,6 +26,7 @@ OPTIONS: tuple[Option, ...] = (
     *MOE_OPTIONS,
     *INFERENCE_OPTIONS,
     *OLD_OPTIONS,
+    *ELSEWHERE_OPTIONS,
 )
 """Every option, in the order of ``--help``."""
 
