@@ -38,9 +38,6 @@ READS: Mapping[str, Function] = {
     "repr_parameter": lambda x, i: str(nn.Parameter(x)),
     "format": lambda x, i: f"{x.sum():.3f}",
     "percent": lambda x, i: "%s" % x,  # noqa: UP031
-    "numpy": lambda x, i: x.numpy(),
-    "numpy_array": lambda x, i: np.asarray(x),
-    "numpy_function": lambda x, i: np.multiply(x, 2),
     "cpu": lambda x, i: x.cpu(),
     "nonzero": lambda x, i: x.nonzero(),
     "where_alone": lambda x, i: torch.where(x > 0),
@@ -63,7 +60,10 @@ READS: Mapping[str, Function] = {
     "tensor_of_tensors": lambda x, i: torch.tensor([x[0, 0], x[0, 1]], device=x.device),
 }
 
-ON_TAPE_ONLY: Mapping[str, Function] = {  # a GPU takes these, or cannot tell
+ON_TAPE_ONLY: Mapping[str, Function] = {  # tensors on a GPU take these, or never do
+    "numpy": lambda x, i: x.numpy(),
+    "numpy_array": lambda x, i: np.asarray(x),
+    "numpy_function": lambda x, i: np.multiply(x, 2),
     "deepcopy": lambda x, i: copy.deepcopy(x),
     "dlpack": lambda x, i: np.from_dlpack(x),
     "storage": lambda x, i: x.storage(),

@@ -160,7 +160,7 @@ WITH_INDEX: Mapping[str, Function] = {  # x: [4, 6], i: [4] in 0..3
     ],
     "repeats": lambda x, i: [
         torch.repeat_interleave(x, i.sort().values, dim=0, output_size=6),
-        torch.bucketize(x, x.new_tensor([-1.0, 0.0, 1.0]).to(x.device)),
+        torch.bucketize(x, torch.arange(-1.0, 2.0, device=x.device)),
     ],
     "integers": lambda x, i: [
         i * 3 // 2,

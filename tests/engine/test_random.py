@@ -22,7 +22,7 @@ def draws(device: torch.device) -> Program:
         y = x.abs().clamp(0.05, 0.9)
         return [
             *(torch.rand(3, device=device), torch.randn(5, device=device), torch.randint(0, 9, (4,), device=device)),
-            *(torch.rand_like(x), torch.randn_like(x), torch.bernoulli(y), torch.normal(x, y)),
+            *(torch.rand_like(x), torch.randn_like(x), torch.bernoulli(y), x.clone().normal_(1, 2)),
             *(torch.randperm(6, device=device), torch.multinomial(y, 5, replacement=True), x.clone().random_(3, 9)),
             *(functional.dropout(x, 0.5), functional.dropout(x.bfloat16(), 0.3), functional.dropout1d(x, 0.5)),
             *(x.clone().uniform_(-1, 1), x.clone().normal_(), x.clone().exponential_(), x.clone().bernoulli_(0.3)),
