@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 import textwrap
 from collections.abc import Mapping, Sequence
@@ -92,7 +93,7 @@ def _print(facts: Facts, rows: Sequence[Advice]) -> None:
             print(row.options)
         print(textwrap.fill(row.reason, width=100, initial_indent="    ", subsequent_indent="    "))
     print()
-    print("graphstep config " + " ".join(command_line(facts, rows)))
+    print("graphstep config " + shlex.join(command_line(facts, rows)))
     for what in _not_available(command_line(facts, rows)):
         print(f"note: {what}", file=sys.stderr)
 
