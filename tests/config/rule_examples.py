@@ -177,6 +177,11 @@ PROBLEMS: dict[str, str | Example] = {
     "delayed-wgrad-needs-overlap": "--delay-wgrad-compute",
     "delayed-wgrad-kernels": Example(f"{OVERLAP} --delay-wgrad-compute --transformer-impl local", TWO_RANKS),
     "delayed-wgrad-version": Example(f"{OVERLAP} {TE} --delay-wgrad-compute", TWO_RANKS, Machine(te_version="2.9.0")),
+    "delayed-wgrad-graph-version": Example(
+        f"{OVERLAP} {TE} --cuda-graph-modules attn --delay-wgrad-compute --overlap-grad-reduce --disable-bias-linear",
+        TWO_RANKS,
+        Machine(te_version="2.11"),
+    ),
     "delayed-wgrad-fusion": Example(
         f"{OVERLAP} {TE} --cuda-graph-modules attn --delay-wgrad-compute --overlap-grad-reduce "
         "--no-gradient-accumulation-fusion --disable-bias-linear",

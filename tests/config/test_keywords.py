@@ -103,6 +103,10 @@ def test_a_name_nearly_right_gets_a_suggestion() -> None:
         from_options(cuda_graph_imp="local")
 
 
+def test_query_groups_need_no_switch() -> None:
+    assert from_options(num_attention_heads=4, num_query_groups=2).model.num_query_groups == 2
+
+
 def test_offloading_may_be_said_twice() -> None:
     config = from_options(cpu_offloading=True, cpu_offloading_num_layers=1, num_layers=2)
     assert config.memory.cpu_offloading_num_layers == 1

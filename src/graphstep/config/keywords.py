@@ -51,6 +51,9 @@ def read_keywords(given: Mapping[str, Any]) -> Reading:
             reading.problems.append(Problem("given-twice", what, name, "leave one of the two out"))
         elif value is not None and not _is_default(name, value, given):
             _read_value(option, value, reading)
+    if "num_query_groups" in reading.values:
+        # On a command line the number counts only with a switch; here it says enough.
+        reading.values.setdefault("group_query_attention", True)
     return reading
 
 

@@ -276,6 +276,20 @@ PARALLEL_RULES: tuple[Rule, ...] = (
         fix="update it, or leave --delay-wgrad-compute out",
     ),
     Rule(
+        code="delayed-wgrad-graph-version",
+        fields=(
+            "delay_wgrad_compute",
+            "overlap_grad_reduce",
+            "cuda_graph_modules",
+            "moe_shared_expert_intermediate_size",
+            "moe_shared_expert_overlap",
+            "te_version",
+        ),
+        broken=lambda o: _delays_captured_wgrad(o) and () < o.te_version < (2, 12),
+        what="delayed weight gradients inside a graph need Transformer Engine 2.12 where gradients are reduced",
+        fix="update it, or leave --overlap-grad-reduce out",
+    ),
+    Rule(
         code="delayed-wgrad-fusion",
         fields=(
             "delay_wgrad_compute",
