@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import pytest
 import torch
@@ -185,6 +187,36 @@ def test_casts_of_autocast_do_not_cross_the_capture(engine: Engine) -> None:
     with torch.autocast(engine.device.type, dtype=torch.bfloat16):
         assert snapshot(*recording.result) == snapshot(x @ weight)
     assert torch.is_autocast_cache_enabled()
+
+
+MODES: Mapping[str, Callable[[str], AbstractContextManager[Any]]] = {
+    "no_grad": lambda device: torch.no_grad(),
+    "inference": lambda device: torch.inference_mode(),
+    "autocast": lambda device: torch.autocast(device, dtype=torch.bfloat16),
+}
+
+
+@pytest.mark.parametrize("captured_in", ["plain", *MODES])
+@pytest.mark.parametrize("replayed_in", ["plain", *MODES])
+def test_replay_does_not_depend_on_the_mode_it_runs_in(engine: Engine, captured_in: str, replayed_in: str) -> None:
+    """It does what was captured, and what it wrote during the capture was undone, in any mode."""
+    x, weight = torch.randn(4, 4, device=engine.device), torch.randn(4, 4, device=engine.device)
+    total = torch.zeros(4, 4, device=engine.device)
+
+    def step() -> Tensor:
+        total.add_(1)
+        return (x @ weight).t().reshape(-1).cumsum(0) + total[0, 0]
+
+    modes = {"plain": lambda device: nullcontext(), **MODES}
+    with modes[captured_in](engine.device.type):
+        expected = snapshot(step())
+        total.zero_()
+        recording = engine.capture(step)
+    assert total.sum() == 0
+    with modes[replayed_in](engine.device.type):
+        run_replay(engine, recording)
+    assert snapshot(recording.result) == expected
+    assert total.sum() == 16
 
 
 def test_settings_are_repeated_and_put_back(tape: TapeEngine) -> None:

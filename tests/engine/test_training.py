@@ -174,7 +174,7 @@ def test_optimizer_step(engine: Engine, kind: str) -> None:
         model, x = network(device), torch.randn(5, 6, device=device)
         rate = torch.tensor(0.1, device=device)
         options: dict[str, object] = {
-            "fused": {"fused": True, "capturable": device.type == "cuda", "lr": rate},
+            "fused": {"fused": True, "capturable": True, "lr": rate},
             "foreach": {"foreach": True, "capturable": True, "lr": rate},
             "sgd": {"foreach": True, "momentum": 0.9, "lr": 0.1},
         }

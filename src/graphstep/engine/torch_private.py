@@ -82,9 +82,10 @@ def has_plain_memory(tensor: Tensor) -> bool:
 
 
 def all_bytes(tensor: Tensor) -> Tensor:
-    """The whole storage of a tensor as bytes, over the same memory."""
-    raw = torch.empty(0, dtype=torch.uint8, device=tensor.device)
-    return raw.set_(tensor.untyped_storage())
+    """The whole storage of a tensor as bytes, over the same memory. It can be written in any mode."""
+    with torch.inference_mode(False):
+        raw = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+        return raw.set_(tensor.untyped_storage())
 
 
 class WeakStorage:
