@@ -131,6 +131,74 @@ def test_choices_get_a_suggestion() -> None:
     assert problem.fix == "did you mean full_iteration?"
 
 
+def test_old_modules_are_read_but_not_proposed() -> None:
+    (problem,) = problems("--cuda-graph-modules", "xyzzy")
+    assert problem.what.endswith("mlp, moe, moe_router, moe_preprocess, mamba, got 'xyzzy'")
+    notices = from_argv(["--cuda-graph-modules", "full_iteration_inference"], {}).notices
+    assert [notice.code for notice in notices] == ["old-module-full-iteration-inference-without-effect"]
+
+
+@pytest.mark.parametrize(
+    ("argv", "fix"),
+    [
+        (["--inference-cuda-graph-scope", "module_scoped"], "write --inference-cuda-graph-scope layer"),
+        (
+            ["--inference-full-iteration-cuda-graph"],
+            "write --cuda-graph-impl local --inference-cuda-graph-scope block",
+        ),
+    ],
+)
+def test_forms_that_are_gone_say_what_to_write(argv: list[str], fix: str) -> None:
+    (problem,) = problems(*argv)
+    assert problem.fix == fix
+
+
+@pytest.mark.parametrize(
+    ("line", "env", "codes"),
+    [
+        ("", {"WORLD_SIZE": "x"}, ["world-size-range"]),
+        ("", {"WORLD_SIZE": "2", "RANK": "2"}, ["rank-range"]),
+        ("--cuda-graph-impl local", {"PYTORCH_ALLOC_CONF": "expandable_segments:true"}, []),
+        (
+            "--cuda-graph-impl transformer_engine",
+            {"PYTORCH_ALLOC_CONF": "a:1, Expandable_Segments : TRUE"},
+            ["expandable-segments"],
+        ),
+        (
+            "--cuda-graph-impl transformer_engine",
+            {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True", "NCCL_GRAPH_REGISTER": "0"},
+            [],
+        ),
+        (
+            "--cuda-graph-impl local --context-parallel-size 2",
+            {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True", "WORLD_SIZE": "2"},
+            ["expandable-segments"],
+        ),
+        ("--cuda-graph-impl local", {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True", "WORLD_SIZE": "2"}, []),
+        (
+            "--cuda-graph-impl full_iteration --no-check-for-nan-in-loss-and-grad",
+            {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True", "WORLD_SIZE": "2"},
+            ["expandable-segments"],
+        ),
+    ],
+)
+def test_the_environment_is_checked(line: str, env: dict[str, str], codes: list[str]) -> None:
+    try:
+        from_argv(line.split(), env)
+        found: list[str] = []
+    except ConfigError as error:
+        found = [problem.code for problem in error.problems]
+    assert found == codes
+
+
+def test_the_environment_of_the_process_is_read_when_asked_for_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    config = from_argv(["--micro-batch-size", "2"])
+    assert config.training.global_batch_size == 8
+    assert config.origins["global_batch_size"] == "environment"
+    assert from_argv(["--micro-batch-size", "2"], {}).training.global_batch_size == 2
+
+
 def test_every_wrong_word_of_a_list_is_reported() -> None:
     found = problems("--cuda-graph-impl", "local", "--cuda-graph-modules", "atn", "mlp", "moe-router")
     assert [problem.fix for problem in found] == ["did you mean attn?", "did you mean moe_router?"]

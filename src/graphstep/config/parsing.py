@@ -11,13 +11,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from graphstep.config.migrations import REMOVED
+from graphstep.config.migrations import OLD_MODULES, REMOVED
 from graphstep.config.options import OPTIONS, Option
 from graphstep.config.suggest import suggestion
 from graphstep.config.validation import Notice
 from graphstep.errors import Problem
 
 _LOOKS_LIKE_OPTION = re.compile(r"--|-[A-Za-z]")
+_MODULES = ("cuda_graph_modules", "cuda_graph_scope")
 _HELP_HINT = "graphstep train --help lists the options"
 
 
@@ -122,7 +123,8 @@ def _read_option(option: Option, chunk: _Chunk, reading: Reading) -> None:
 def _convert(option: Option, word: str, spelling: str, reading: Reading) -> Any:
     code, expected, fix = "malformed-value", "", f"write {spelling} {_placeholder(option)}"
     if option.choices and word not in option.choices:
-        code, expected = "unknown-choice", "one of " + ", ".join(option.choices)
+        new = (choice for choice in option.choices if choice not in OLD_MODULES or option.dest not in _MODULES)
+        code, expected = "unknown-choice", "one of " + ", ".join(new)
         fix = REMOVED.get(word) or suggestion(word, option.choices, "use one of these")
     else:
         try:

@@ -46,7 +46,8 @@ PARALLEL_RULES: tuple[Rule, ...] = (
         broken=lambda o: o.world_size % o.ranks_of_a_replica != 0,
         what="a model that is shared by {ranks_of_a_replica} ranks needs a multiple of them, and WORLD_SIZE is "
         "{world_size}",
-        fix="launch a multiple of {ranks_of_a_replica} ranks, or lower the sizes",
+        fix="launch a multiple of {ranks_of_a_replica} ranks (torchrun sets WORLD_SIZE; to look at a line only, set it "
+        "yourself), or lower the sizes",
     ),
     Rule(
         code="expert-ranks-divide",
@@ -60,7 +61,8 @@ PARALLEL_RULES: tuple[Rule, ...] = (
         broken=lambda o: o.expert_model_parallel_size > 1 and o.world_size % _experts_per_rank(o) != 0,
         what="the {expert_model_parallel_size} ranks that share the experts, times those of an expert and the stages, "
         "do not divide WORLD_SIZE, which is {world_size}",
-        fix="launch more ranks, or lower --expert-model-parallel-size",
+        fix="launch more ranks (torchrun sets WORLD_SIZE; to look at a line only, set it yourself), or lower "
+        "--expert-model-parallel-size",
     ),
     Rule(
         code="ranks-batches-divide",
