@@ -218,3 +218,43 @@ def test_the_differences_are_those_that_users_are_told() -> None:
 @pytest.mark.parametrize("name", ["num_moe_experts", "cuda_graph_scope", "enable_cuda_graph"])
 def test_names_of_the_transformer_configuration_are_known(name: str) -> None:
     assert isinstance(from_options({name: None}), RunConfig)
+
+
+# Rows of which no recorded case is an example: a line, and the codes of its problems and of its notices.
+EXAMPLES = {
+    1: ("--cuda-graph-impl local --cuda-graph-modules atn", {"unknown-choice"}, set()),
+    2: ("--perform-rl-step --rl-persist-cuda-graphs --enable-cuda-graph", set(), {"old-enable-cuda-graph"}),
+    6: ("--cuda-graph-modules moe", set(), {"wrong-modules-without-graphs"}),
+    7: ("--cuda-graph-impl local --cuda-graph-modules attn mamba", set(), {"no-layer-for-mamba"}),
+    9: (
+        "--cuda-graph-impl transformer_engine --cuda-graph-modules moe_router moe_preprocess --num-experts 4 "
+        "--moe-token-dispatcher-type alltoall --fp8-format hybrid --moe-router-padding-for-quantization",
+        {"preprocess-reads-counts"},
+        set(),
+    ),
+    12: (
+        "--cuda-graph-impl local --cuda-graph-modules moe_router --num-experts 4",
+        set(),
+        {"modules-completed"},
+    ),
+    13: ("--cuda-graph-modules full_iteration attn", {"old-full-iteration-mixed"}, set()),
+    14: (
+        "--perform-rl-step --rl-persist-cuda-graphs --cuda-graph-impl transformer_engine",
+        set(),
+        {"rl-no-inference-graphs"},
+    ),
+}
+
+
+@pytest.mark.parametrize(("line", "problems", "notices"), EXAMPLES.values(), ids=map(str, EXAMPLES))
+def test_an_example_of_a_row(line: str, problems: set[str], notices: set[str]) -> None:
+    if problems:
+        with pytest.raises(ConfigError) as caught:
+            from_argv(line.split(), {})
+        assert {problem.code for problem in caught.value.problems} == problems
+    else:
+        assert {notice.code for notice in from_argv(line.split(), {}).notices} == notices
+
+
+def test_every_row_has_a_case_or_an_example() -> None:
+    assert DIFFERENCES.keys() | EXAMPLES.keys() == set(range(1, 15))
