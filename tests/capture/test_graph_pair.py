@@ -79,7 +79,7 @@ def test_outputs_are_inputs_without_a_copy(session: GraphSession, device: torch.
     x = torch.randn(2, 3, device=device, requires_grad=True)
     lower = forward_pair(session, first, x)
     chain = [lower.outputs[0].detach().requires_grad_()]
-    upper = forward_pair(session, second, lower.outputs[0], inputs=chain, chained=frozenset([0]))
+    upper = forward_pair(session, second, lower.outputs[0], inputs=chain, chained={0: lower})
     backward_half(upper)
     lower.capture_backward([upper.grad_inputs[0]], retain_graph=True)
     for seed in range(3):

@@ -66,6 +66,22 @@ def test_as_many_slots_as_microbatches_in_flight(order: str, num_slots: int) -> 
     assert observe(order).num_slots == num_slots
 
 
+@pytest.mark.parametrize(
+    ("order", "is_nested"),
+    [
+        ("0f 1f 2f 2b 1b 0b", True),
+        ("0f 1f 1b 0b 0f 1f 1b 0b", True),
+        ("0f 1f 1b 0b 2f 2b", True),
+        ("0f 1f 2f 2b 0b", True),
+        ("0f 1f 0b 1b", False),
+        ("2f 0f 1f 2b 1b 0b", False),
+        ("0f 0f 0b1 0b0", False),
+    ],
+)
+def test_only_one_microbatch_after_another_is_nested(order: str, is_nested: bool) -> None:
+    assert observe(order).is_nested is is_nested
+
+
 def test_a_free_slot_is_used_again() -> None:
     assert observe("0f 0f 0b0 0f 0b1 0b0").events == events("0f0", "0f1", "0b0", "0f0", "0b1", "0b0")
 
@@ -99,6 +115,27 @@ def test_a_region_whose_backward_never_came_is_not_trained() -> None:
     assert observe("0f 1f 1b").trained() == {(R[1], 0)}
 
 
+def test_a_dropped_forward_is_no_part_of_the_plan() -> None:
+    observer = PlanObserver()
+    observe("0f", observer)
+    observer.dropped(R[0], 0)
+    observer.dropped(R[0], 0)
+    plan = observe("1f 0f 0b", observer)
+    assert plan.events == events("1f", "0f", "0b")
+    assert plan.num_slots == 1
+    observer.dropped(R[1], 0)
+    assert (R[1], 0) not in plan.calls
+    assert plan.trained() == {(R[0], 0)}
+
+
+def test_regions_that_ran_twice_before_one_backward_pass_are_noted() -> None:
+    observer = PlanObserver()
+    plan = observe("0f 0f 1f 1f", observer)
+    for region, slot, backward_pass in ((R[0], 1, 7), (R[0], 0, 7), (R[1], 1, 7), (R[1], 0, 8)):
+        observer.backward(region, slot, backward_pass)
+    assert plan.reused == {R[0]}
+
+
 def test_a_backward_is_noted_once() -> None:
     observer = PlanObserver()
     plan = observe("0f 0b", observer)
@@ -114,9 +151,9 @@ def run(guard: PlanGuard, order: str) -> None:
     for event in events(*order.split()):
         guard.enter(event)
         if event.phase is F:
-            guard.started()
+            guard.started(event.region, event.slot)
         else:
-            guard.finished()
+            guard.finished(event.region, event.slot)
 
 
 @pytest.mark.parametrize("order", ["0f 1f 1b 0b", "0f 1f 1b 0b 0f 1f 1b 0b", "1f 1b 0f 0b", "0f 0b", "0f 1f 0b"])
@@ -130,6 +167,28 @@ def test_another_order_is_refused_where_memory_is_shared(order: str) -> None:
         run(PlanGuard(observe("0f 1f 1b 0b")), order)
     assert "layers." in caught.value.what
     assert caught.value.fix
+
+
+@pytest.mark.parametrize(
+    ("plan", "in_flight", "asked", "may_run"),
+    [
+        ("0f 1f 2f 2b 1b 0b", "", "2f", True),
+        ("0f 1f 2f 2b 1b 0b", "0f", "2f", True),
+        ("0f 1f 2f 2b 1b 0b", "0f 1f", "0f", False),
+        ("0f 1f 2f 2b 1b 0b", "1f", "0f", False),
+        ("0f 1f 2f 2b 1b 0b", "0f 2f 2b", "1f", False),
+        ("0f 1f 1b 0b 2f 2b", "0f", "2f", False),
+        ("0f 1f 1b 0b 2f 2b", "0f 0b", "1f", True),
+        ("0f 1f 1b 0b 2f 2b", "0f 1f 1b", "2f", False),
+        ("0f 1f 0b 1b 2f 2b", "0f 1f 0b", "2f", True),
+    ],
+)
+def test_a_forward_that_had_better_run_eagerly_is_told(plan: str, in_flight: str, asked: str, may_run: bool) -> None:
+    """What is in flight must have been so at the capture, or the memory of one may be that of the other."""
+    guard = PlanGuard(observe(plan))
+    run(guard, in_flight)
+    assert (guard.why_not(R[int(asked[0])], 0) == "") is may_run
+    assert PlanGuard(observe("0f 0f 0b 0b")).why_not(R[0], 1) == ""
 
 
 def test_a_refused_event_changes_nothing() -> None:

@@ -15,6 +15,12 @@ def backward_pass() -> int | None:
     return None if number < 0 else number
 
 
+def saved_tensors_are_taken() -> bool:
+    """Whether somebody takes what autograd saves in this thread: activation recompute, or offloading to the host."""
+    top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+    return top is not None and top(True) is not None
+
+
 def will_accumulate(node: Any) -> bool:
     """Whether the backward pass under way reaches the leaf of this node: not so in ``autograd.grad``, for example."""
     query = getattr(torch._C, "_will_engine_execute_node", None)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch.autograd.function import once_differentiable
 from graphstep.capture import autograd_private
 from graphstep.capture.gradients import GradientHomes, has_gradient_hooks, hooks_off, leaves_reached
 from graphstep.capture.observe import Observation
+from graphstep.capture.randomness import NoRandomness
 from graphstep.capture.region import Region
 from graphstep.capture.report import RegionStats
 from graphstep.capture.session import GraphSession
@@ -34,7 +35,8 @@ class GraphPair:
         in_place: positions of inputs that belong to the model and are read where they are.
         session: owner of the recordings.
         stats: the region's counts.
-        chained: positions of inputs that are outputs of other pairs. Their gradients are handed on without a copy.
+        chained: positions of inputs that are outputs of other pairs, and those pairs. Nothing is copied there, and the
+            gradients are handed on without a copy.
         through_autograd: identities of parameters whose gradients autograd accumulates: those that are used outside
             the region too, so that their parts are summed in the order of eager execution. Parameters with hooks on
             their gradient are treated so without being named.
@@ -49,14 +51,19 @@ class GraphPair:
         session: GraphSession,
         stats: RegionStats,
         *,
-        chained: frozenset[int] = frozenset(),
+        chained: Mapping[int, GraphPair] | None = None,
         through_autograd: frozenset[int] = frozenset(),
     ) -> None:
         self.region = region
         self.signature = signature
         self.inputs = list(inputs)
         self.in_place = in_place
-        self.chained = chained
+        self.chained = dict(chained or {})
+        self._consumers: list[GraphPair] = []
+        for source in self.chained.values():
+            source._consumers.append(self)
+        self.is_in_flight = False
+        """A forward has run whose backward may still come."""
         self.outputs: list[Tensor] = []
         self.grad_outputs: list[Tensor | None] = []
         self.grad_inputs: list[Tensor | None] = []
@@ -100,7 +107,7 @@ class GraphPair:
             if outputs:
                 # Not `backward`: that would accumulate.
                 wanted = [*leaves, *self._wanted_inputs()]
-                with hooks_off(leaves):
+                with hooks_off(leaves), NoRandomness(self.region.name):
                     found = torch.autograd.grad(
                         outputs, wanted, [torch.zeros_like(o) for o in outputs], allow_unused=True
                     )
@@ -203,10 +210,16 @@ class GraphPair:
             self._num_holders = now
         return now != self._num_holders
 
-    def unforeseen(self) -> str:
-        """Why the gradients of this pair cannot be had as captured; empty if they can."""
+    def why_not(self, tensors: Sequence[Tensor]) -> str:
+        """Why a call with these arguments cannot be replayed now; empty if it can."""
         if any(has_gradient_hooks(parameter) for parameter in self._parameters):
             return "a parameter got a hook on its gradient after the capture"
+        if any(consumer.is_in_flight for consumer in self._consumers):
+            return "the place of its result is in use"
+        for position, source in self.chained.items():
+            is_copied = tensors[position].data_ptr() != self.inputs[position].data_ptr()
+            if is_copied and (source.is_in_flight or source.is_held()):
+                return "the place of its argument is in use"
         return ""
 
     def moved_inputs(self, tensors: Sequence[Tensor]) -> bool:

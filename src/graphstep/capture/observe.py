@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from graphstep.capture.host_random import HostRandomness
+from graphstep.capture.randomness import HostRandomness
 from graphstep.engine.protocol import Engine
 from graphstep.engine.tape_ops import OperationTable
 from graphstep.engine.undo import UndoLog, WriteObserver

@@ -67,6 +67,24 @@ class Plan:
         """The most microbatches in flight."""
         return 1 + max((event.slot for event in self.events), default=-1)
 
+    @property
+    def is_nested(self) -> bool:
+        """True for one microbatch after another: each backward belongs to the latest forward that still waits for one.
+
+        Only then may memory that one backward frees be used by the next: any other order in later steps could not be
+        told from a wrong one before it is too late.
+        """
+        waiting: list[Event] = []
+        trained = self.trained()
+        for event in self.first_events():
+            if (event.region, event.slot) not in trained:
+                continue
+            if event.phase is Phase.FORWARD:
+                waiting.append(event)
+            elif waiting.pop().region is not event.region:
+                return False
+        return self.num_slots <= 1
+
     def first_events(self) -> list[Event]:
         """The events without repetitions: the order of capture."""
         return list(dict.fromkeys(self.events))
@@ -133,15 +151,28 @@ class PlanGuard:
     """Refuses replays in an order for which the shared memory is not safe.
 
     Memory freed by one backward at capture was handed to later ones. With one microbatch in flight that is safe as long
-    as the halves run in the order of capture; parts of it may be left out. With several in flight nothing is handed on,
-    and any order is safe.
+    as the halves run in the order of capture; parts of it may be left out. With several in flight (a plan that is not
+    nested) nothing is handed on, and any order is safe.
     """
 
     def __init__(self, plan: Plan) -> None:
         self._positions = {event: position for position, event in enumerate(plan.first_events())}
-        self._is_ordered = plan.num_slots == 1
+        self._is_ordered = plan.is_nested
         self._last = -1
-        self._num_in_flight = 0
+        self._in_flight: dict[tuple[Region, int], tuple[int, int]] = {}
+        """Positions of forward and backward."""
+
+    def why_not(self, region: Region, slot: int) -> str:
+        """Why a forward may not be replayed now, so that it is better run eagerly; empty if it may.
+
+        Whatever is in flight must have been around this region when it was captured: else they may share memory.
+        """
+        if self._is_ordered and self._in_flight:
+            events = (Event(region, slot, phase) for phase in (Phase.FORWARD, Phase.BACKWARD))
+            forward, backward = (self._positions[event] for event in events)
+            if forward <= self._last or not all(f < forward and backward < b for f, b in self._in_flight.values()):
+                return "out of the order of the first step"
+        return ""
 
     def enter(self, event: Event) -> None:
         """Check an event before its replay.
@@ -151,7 +182,7 @@ class PlanGuard:
         """
         if not self._is_ordered:
             return
-        if self._num_in_flight == 0:
+        if not self._in_flight:
             self._last = -1
         position = self._positions[event]
         if position <= self._last:
@@ -162,13 +193,16 @@ class PlanGuard:
             )
         self._last = position
 
-    def started(self) -> None:
+    def started(self, region: Region, slot: int) -> None:
         """A forward ran whose backward is still to come."""
-        self._num_in_flight += 1
+        if self._is_ordered:
+            events = (Event(region, slot, phase) for phase in (Phase.FORWARD, Phase.BACKWARD))
+            forward, backward = (self._positions[event] for event in events)
+            self._in_flight[region, slot] = forward, backward
 
-    def finished(self) -> None:
+    def finished(self, region: Region, slot: int) -> None:
         """A forward's backward ran, or its result was dropped."""
-        self._num_in_flight -= 1
+        self._in_flight.pop((region, slot), None)
 
 
 def lowest_free(busy: set[int]) -> int:

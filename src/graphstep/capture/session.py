@@ -12,9 +12,9 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from graphstep.capture.host_random import HostRandomness
 from graphstep.capture.manifest import Manifest, Watched
 from graphstep.capture.observe import Observation, observe, watch_run
+from graphstep.capture.randomness import HostRandomness
 from graphstep.capture.report import CaptureReport, RegionStats
 from graphstep.engine import Engine, Recording, engine_for
 from graphstep.errors import CaptureError, LifecycleError

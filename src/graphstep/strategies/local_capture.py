@@ -49,9 +49,9 @@ def capture_plan(
 ) -> Pairs:
     """Capture both halves of every region and slot whose backward was seen.
 
-    Captures follow the order of execution, which is what lets them share one pool. With one microbatch in flight, a
-    tensor's memory goes back to the pool as soon as the plan needs it no more; with several, nothing goes back before
-    all is captured, since a later replay of one slot may run between the halves of another.
+    Captures follow the order of execution, which is what lets them share one pool. With one microbatch in flight (a
+    nested plan), a tensor's memory goes back to the pool as soon as the plan needs it no more; with several, nothing
+    goes back before all is captured, since a later replay of one may run between the halves of another.
 
     Args:
         plan: what was observed.
@@ -62,7 +62,7 @@ def capture_plan(
     Raises:
         CaptureError: names the region. All recordings made so far are closed, whatever the error.
     """
-    capturing = _Capturing(plan, session, num_warmup_runs, plan.num_slots == 1, through_autograd)
+    capturing = _Capturing(plan, session, num_warmup_runs, plan.is_nested, through_autograd)
     trained = plan.trained()
     pairs: Pairs = {}
     events = [event for event in plan.first_events() if (event.region, event.slot) in trained]
@@ -109,14 +109,14 @@ class _Capturing:
     def forward(self, event: Event, pairs: Pairs) -> None:
         call = self.plan.calls[event.region, event.slot]
         owned = {entry.facts[0]: entry.tensor for entry in self.session.manifest if entry.facts is not None}
-        inputs, in_place, chained_at = [], set(), set()
+        inputs, in_place, chained_at = [], set(), {}
         for position, layout in enumerate(call.signature.layouts):
             origin = call.origins[position]
             found = owned.get(call.addresses[position])
             chained = _output_of(pairs, origin)
-            if chained is not None:
+            if chained is not None and origin is not None:
                 inputs.append(chained.detach().requires_grad_(layout.requires_grad))
-                chained_at.add(position)
+                chained_at[position] = pairs[origin.region, origin.slot]
             elif found is not None and not layout.requires_grad and TensorLayout.of(found) == layout:
                 inputs.append(found)
                 in_place.add(position)
@@ -131,7 +131,7 @@ class _Capturing:
             frozenset(in_place),
             self.session,
             stats,
-            chained=frozenset(chained_at),
+            chained=chained_at,
             through_autograd=self.through_autograd,
         )
         pairs[event.region, event.slot] = pair

@@ -201,16 +201,21 @@ class RegionCalls:
         """Run the region on its arguments."""
         if not torch.is_grad_enabled():
             return self._eager(carried, context, "evaluation")
+        if autograd_private.saved_tensors_are_taken():
+            # Recompute and offloading work on what autograd saves; a replay saves nothing.
+            return self._eager(carried, context, "recompute or offloading of saved tensors")
         signature = Signature.of((carried, context), device_type=self._device_type, modules=self.region.modules)
         if self.observer is not None:
             return self._observed(self.observer, signature, carried, context)
         slot = lowest_free(self._busy)
         reason = self._why_not or self._why_eager(slot, signature, (*carried, *context))
+        if not reason and self._guard is not None:
+            reason = self._guard.why_not(self.region, slot)
         if reason or self._guard is None:
             return self._eager(carried, context, reason)
         self._guard.enter(Event(self.region, slot, Phase.FORWARD))
-        lease = _Lease(self.region, slot, self._busy, self._guard)
-        result: Carried = self._pairs[slot].replay((*carried, *context), lease)
+        pair = self._pairs[slot]
+        result: Carried = pair.replay((*carried, *context), _Lease(self.region, slot, self._busy, self._guard, pair))
         return result
 
     def _why_eager(self, slot: int, signature: Signature, tensors: Sequence[Tensor]) -> str:
@@ -224,7 +229,7 @@ class RegionCalls:
             return "an argument that the model owns has moved"
         if pair.is_held():
             return "an earlier result is still held"
-        return pair.unforeseen()
+        return pair.why_not(tensors)
 
     def _eager(self, carried: Carried, context: Carried, reason: str) -> Carried:
         self._stats.eager_calls[reason] += 1
@@ -262,11 +267,11 @@ class _ObservedCall:
 class _Lease:
     """A slot from its forward until its backward, or until autograd drops the result."""
 
-    def __init__(self, region: Region, slot: int, busy: set[int], guard: PlanGuard) -> None:
-        self._region, self._slot, self._busy, self._guard = region, slot, busy, guard
-        self._is_open = True
+    def __init__(self, region: Region, slot: int, busy: set[int], guard: PlanGuard, pair: GraphPair) -> None:
+        self._region, self._slot, self._busy, self._guard, self._pair = region, slot, busy, guard, pair
+        self._is_open = pair.is_in_flight = True
         busy.add(slot)
-        guard.started()
+        guard.started(region, slot)
 
     def backward_begins(self) -> None:
         """Check the order of backwards, and that this one has not run before."""
@@ -275,9 +280,9 @@ class _Lease:
     def close(self) -> None:
         """Give the slot back. May be called twice."""
         if self._is_open:
-            self._is_open = False
+            self._is_open = self._pair.is_in_flight = False
             self._busy.discard(self._slot)
-            self._guard.finished()
+            self._guard.finished(self._region, self._slot)
 
     def __del__(self) -> None:
         self.close()

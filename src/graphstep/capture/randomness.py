@@ -1,0 +1,67 @@
+"""Random numbers that a recording cannot draw: on the host, and in a backward that is captured by itself."""
+
+from __future__ import annotations
+
+import pickle
+import random
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from graphstep.errors import CaptureError
+
+
+class HostRandomness:
+    """States of the host's global generators: Python's, numpy's and, beside a GPU, torch's for the CPU.
+
+    Args:
+        device: where captures run. On the CPU, torch's generator is the device's own and no business of this class.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._python = random.getstate()
+        self._numpy = np.random.get_state(legacy=False)
+        self._torch = torch.default_generator.get_state() if device.type != "cpu" else None
+
+    def restore(self) -> list[str]:
+        """Put back the generators that were used since, and name them."""
+        drawn = []
+        if random.getstate() != self._python:
+            random.setstate(self._python)
+            drawn.append("Python's random module")
+        if pickle.dumps(np.random.get_state(legacy=False)) != pickle.dumps(self._numpy):
+            np.random.set_state(self._numpy)
+            drawn.append("numpy.random")
+        if self._torch is not None and not torch.equal(torch.default_generator.get_state(), self._torch):
+            torch.default_generator.set_state(self._torch)
+            drawn.append("torch's CPU generator")
+        return drawn
+
+
+class NoRandomness(TorchDispatchMode):
+    """Refuses random operations in the backward half of a region.
+
+    Recompute puts the generator back to where it was in the forward, which is another recording: its state then is of
+    no meaning in this one.
+
+    Args:
+        region: name for the error.
+    """
+
+    def __init__(self, region: str) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._region = region
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # The backward of an attention with dropout repeats its mask from a seed that the forward saved.
+        if torch.Tag.nondeterministic_seeded in func.tags and not func.name().partition(".")[0].endswith("_backward"):
+            raise CaptureError(
+                f"the backward of this region draws random numbers ({func.name()}): activation recompute with dropout, "
+                "which two recordings cannot do alike",
+                where=self._region,
+                fix="turn off recompute or dropout here, leave this module out of the captured ones, or use "
+                "full_iteration",
+            )
+        return func(*args, **(kwargs or {}))
