@@ -1,4 +1,4 @@
-"""The GPU engine: CUDA graphs captured on a stream of its own, into one private memory pool.
+"""The GPU engine: CUDA graphs captured on a stream of its own, into private memory pools, one a lane.
 
 What keeps what alive: the engine holds the pool, the capture stream and, through it, the libraries' workspaces; each
 recording holds its executable graph. Recordings go first, the pool last.
@@ -9,8 +9,9 @@ from __future__ import annotations
 import threading
 import traceback
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -81,6 +82,14 @@ class CudaRecording:
             graph.reset()
 
 
+@dataclass(frozen=True, slots=True)
+class _Lane:
+    """One memory pool, and the graph that keeps it in use."""
+
+    pool: Any
+    anchor: torch.cuda.CUDAGraph
+
+
 class CudaEngine:
     """Captures on one GPU. See :class:`graphstep.engine.protocol.Engine` for the contract.
 
@@ -106,11 +115,12 @@ class CudaEngine:
         self._device = torch.device("cuda", index)
         self._stream = torch.cuda.Stream(self._device)
         self._token = torch.zeros(1, device=self._device)
-        self._pools = [torch.cuda.graph_pool_handle()]
-        """The last one is captured into; there is more than one only if a failure made one unusable."""
+        self._lanes: dict[Hashable, _Lane] = {}
+        self._spoilt: list[_Lane] = []
+        """Lanes whose pool cannot be captured into any more; their recordings live on."""
         self._recordings: weakref.WeakSet[CudaRecording] = weakref.WeakSet()
         self._capturing_thread: int | None = None
-        self._anchors: list[torch.cuda.CUDAGraph] = []
+        self._is_primed = False
         self._is_closed = False
 
     @property
@@ -131,10 +141,14 @@ class CudaEngine:
     @property
     def pool_bytes(self) -> int:
         """Bytes that the private pool has reserved from the driver. Walks the allocator's segments: slow."""
-        return 0 if self._is_closed else sum(torch_private.pool_segments(pool) for pool in self._pools)
+        if self._is_closed:
+            return 0
+        return torch_private.pool_segments([lane.pool for lane in (*self._lanes.values(), *self._spoilt)])
 
-    def capture(self, function: Callable[[], Any], *, generators: Sequence[torch.Generator] = ()) -> CudaRecording:
-        """Run ``function`` once under stream capture. Nothing is computed until the first replay.
+    def capture(
+        self, function: Callable[[], Any], *, generators: Sequence[torch.Generator] = (), lane: Hashable = 0
+    ) -> CudaRecording:
+        """Run ``function`` once under stream capture, into the pool of ``lane``. Computes nothing.
 
         Raises:
             CaptureError: an operation cannot be captured. The pool, the generators and the stream are as before.
@@ -146,9 +160,13 @@ class CudaEngine:
             raise LifecycleError("a capture is already under way", fix="capture one function at a time")
         with collection_held():
             self._prime()
-            return self._capture(function, generators)
+            if lane not in self._lanes:
+                self._lanes[lane] = self._open_lane()
+            return self._capture(function, generators, lane)
 
-    def _capture(self, function: Callable[[], Any], generators: Sequence[torch.Generator]) -> CudaRecording:
+    def _capture(
+        self, function: Callable[[], Any], generators: Sequence[torch.Generator], lane: Hashable
+    ) -> CudaRecording:
         named = [generator for generator in generators if generator.device.type == "cuda"]
         rollback = [(g, g.clone_state()) for g in (torch.cuda.default_generators[self._device.index], *named)]
         graph = torch.cuda.CUDAGraph()
@@ -162,7 +180,7 @@ class CudaEngine:
             torch.cuda.empty_cache()
             reserved_before = torch.cuda.memory_reserved(self._device)
             with casts_forgotten(), self.capture_stream():
-                result, num_nodes = self._capture_on_stream(graph, function)
+                result, num_nodes = self._capture_on_stream(graph, function, lane)
         except BaseException:
             for generator, state in rollback:
                 # A failed capture leaves the old state marked as capturing; a fresh state is not.
@@ -175,14 +193,16 @@ class CudaEngine:
         self._recordings.add(recording)
         return recording
 
-    def _capture_on_stream(self, graph: torch.cuda.CUDAGraph, function: Callable[[], Any]) -> tuple[Any, int | None]:
+    def _capture_on_stream(
+        self, graph: torch.cuda.CUDAGraph, function: Callable[[], Any], lane: Hashable
+    ) -> tuple[Any, int | None]:
         # Thread-local mode: what other threads do (data loading, checkpoint writing) cannot break the capture.
-        graph.capture_begin(pool=self._pools[-1], capture_error_mode="thread_local")
+        graph.capture_begin(pool=self._lanes[lane].pool, capture_error_mode="thread_local")
         try:
             result = function()
             num_nodes = capturing_node_count(self._stream)
         except BaseException as error:
-            self._abandon(graph)
+            self._abandon(graph, lane)
             if isinstance(error, GraphstepError) or not isinstance(error, RuntimeError):
                 raise  # The function's own error, or one that already says all.
             raise _explain(error) from error
@@ -190,15 +210,16 @@ class CudaEngine:
             graph.capture_end()
         except RuntimeError as error:
             del result
-            self._abandon(graph, has_ended=True)
+            self._abandon(graph, lane, has_ended=True)
             raise _explain(error) from error
         return result, num_nodes
 
-    def _abandon(self, graph: torch.cuda.CUDAGraph, *, has_ended: bool = False) -> None:
+    def _abandon(self, graph: torch.cuda.CUDAGraph, lane: Hashable, *, has_ended: bool = False) -> None:
         """Take the stream and the allocators out of a capture that failed. Runs on the capture stream.
 
         Args:
             graph: whose ``capture_begin`` has run.
+            lane: of the capture.
             has_ended: ``capture_end`` was tried and failed.
         """
         try:
@@ -217,8 +238,7 @@ class CudaEngine:
                 is_capturing = False
             if not is_capturing:
                 # The allocators still take the pool for one being captured into: its name cannot be used again.
-                self._pools.append(torch.cuda.graph_pool_handle())
-                self._anchors.append(self._hold_pool())
+                self._spoilt.append(self._lanes.pop(lane))
         graph.reset()
 
     def _prime(self) -> None:
@@ -228,23 +248,29 @@ class CudaEngine:
         in the graph's pool and go when that graph goes, although other graphs of the stream use it too. The backward
         pass runs in a thread with handles of its own.
         """
-        if self._anchors:
+        if self._is_primed:
             return
-        with self.capture_stream(), torch.enable_grad(), torch.autocast("cuda", enabled=False):
+        self._is_primed = True
+        with (
+            torch.inference_mode(False),
+            self.capture_stream(),
+            torch.enable_grad(),
+            torch.autocast("cuda", enabled=False),
+        ):
             for dtype in (torch.float32, torch.bfloat16):
                 weight = torch.zeros(16, 16, dtype=dtype, device=self._device, requires_grad=True)
                 bias = torch.zeros(16, dtype=dtype, device=self._device, requires_grad=True)
                 torch.addmm(bias, weight @ weight, weight).sum().backward()
-            torch.cuda.synchronize(self._device)
-            self._anchors.append(self._hold_pool())
+        torch.cuda.synchronize(self._device)
 
-    def _hold_pool(self) -> torch.cuda.CUDAGraph:
-        """A graph in the newest pool: the allocator gives up a pool that no graph uses, and refuses its name."""
-        anchor = torch.cuda.CUDAGraph()
-        anchor.capture_begin(pool=self._pools[-1], capture_error_mode="thread_local")
-        self._token.zero_()
-        anchor.capture_end()
-        return anchor
+    def _open_lane(self) -> _Lane:
+        """A new pool, and a graph in it: the allocator gives up a pool that no graph uses, and refuses its name."""
+        pool, anchor = torch.cuda.graph_pool_handle(), torch.cuda.CUDAGraph()
+        with self.capture_stream():
+            anchor.capture_begin(pool=pool, capture_error_mode="thread_local")
+            self._token.zero_()
+            anchor.capture_end()
+        return _Lane(pool, anchor)
 
     @contextmanager
     def capture_stream(self) -> Iterator[None]:
@@ -282,9 +308,10 @@ class CudaEngine:
         torch.cuda.synchronize(self._device)
         for recording in list(self._recordings):
             recording.close()
-        for anchor in self._anchors:
-            anchor.reset()
-        self._anchors.clear()
+        for lane in (*self._lanes.values(), *self._spoilt):
+            lane.anchor.reset()
+        self._lanes.clear()
+        self._spoilt.clear()
 
 
 def _explain(error: Exception) -> CaptureError:

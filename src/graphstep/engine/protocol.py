@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol, runtime_checkable
 
@@ -64,12 +64,18 @@ class Engine(Protocol):
     def pool_bytes(self) -> int:
         """Bytes held for recordings that are not closed."""
 
-    def capture(self, function: Callable[[], Any], *, generators: Sequence[torch.Generator] = ()) -> Recording:
+    def capture(
+        self, function: Callable[[], Any], *, generators: Sequence[torch.Generator] = (), lane: Hashable = 0
+    ) -> Recording:
         """Run ``function`` once under capture and return the recording.
 
         Tensors, gradients and generators that existed before are afterwards as they were, also when it fails; results
         are defined only after the first replay. Default generators are always known; other generators that
         ``function`` draws from are given in ``generators``.
+
+        Recordings of one lane share memory: what one of them frees the next may use. They are replayed in the order of
+        their capture (some may be left out), or results are read before another of the lane is replayed. Recordings of
+        different lanes never share memory and may be replayed in any order.
 
         Raises:
             CaptureError: an operation cannot be captured. Names the operation, the user's line and the way out.

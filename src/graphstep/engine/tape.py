@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -124,13 +124,18 @@ class TapeEngine:
         """Bytes held by recordings that are not closed."""
         return sum(recording.nbytes for recording in self._recordings)
 
-    def capture(self, function: Callable[[], Any], *, generators: Sequence[torch.Generator] = ()) -> TapeRecording:
+    def capture(
+        self, function: Callable[[], Any], *, generators: Sequence[torch.Generator] = (), lane: Hashable = 0
+    ) -> TapeRecording:
         """Run ``function`` once, recording its operations, then undo what it wrote into tensors that existed before.
+
+        A tape never shares memory with another, so every ``lane`` is as good.
 
         Raises:
             CaptureError: an operation cannot be captured.
             LifecycleError: the engine is closed, or a capture is under way: in this engine, or in this thread.
         """
+        del lane
         if self._is_closed:
             raise LifecycleError("the engine is closed", fix="use a new session")
         if self._capturing_thread is not None or is_capturing_here():

@@ -22,6 +22,9 @@ from graphstep.engine.tape_steps import Step, new_tensors, write_results
 
 WAITS = frozenset({"_c10d_functional::wait_tensor", "c10d_functional::wait_tensor"})
 _READING = frozenset({"c10d::send"})
+_WITH_MEMORY_OF_ITS_OWN = frozenset(
+    {"c10d::reduce_scatter_", "c10d::_reduce_scatter_base_", "c10d::reduce_scatter_tensor_coalesced_"}
+)
 _WAITED_FOR_ONCE = frozenset({"c10d::send", "c10d::recv_", "c10d::recv_any_source_"})
 
 
@@ -89,12 +92,16 @@ def waits_again_for(traits: OperationTraits, result: Any) -> list[Step]:
     return [] if traits.name.partition(".")[0] in _WAITED_FOR_ONCE else waits_for(result)
 
 
-class InsideCollective(TorchDispatchMode):
-    """Collects the memory that a collective allocates for itself.
+def has_memory_of_its_own(traits: OperationTraits) -> bool:
+    """True for collectives that gloo runs in buffers, from which it copies while the function waits.
 
-    Some backends copy from there to the results while the function waits. That is part of the collective, not of the
-    function.
+    Others are not watched: they take the active modes along to their threads.
     """
+    return traits.name.partition(".")[0] in _WITH_MEMORY_OF_ITS_OWN
+
+
+class InsideCollective(TorchDispatchMode):
+    """Collects the memory that a collective allocates for itself. What is done with it is part of the collective."""
 
     def __init__(self, memory: dict[int, Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -14,7 +14,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from graphstep.engine import torch_private
 from graphstep.engine.foreign import InsideKernel
 from graphstep.engine.refusals import Refusals
-from graphstep.engine.tape_collectives import WAITS, CollectiveCall, InsideCollective, waits_again_for
+from graphstep.engine.tape_collectives import (
+    WAITS,
+    CollectiveCall,
+    InsideCollective,
+    has_memory_of_its_own,
+    waits_again_for,
+)
 from graphstep.engine.tape_ops import (
     OperationTable,
     OperationTraits,
@@ -286,7 +292,7 @@ class TapeRecorder(TorchDispatchMode):
         return result
 
     def _call(self, func: Any, traits: OperationTraits, args: Any, kwargs: Any) -> Any:
-        if traits.replay is Replay.COLLECTIVE:
+        if has_memory_of_its_own(traits):
             with InsideCollective(self._collective_memory):
                 result = torch_private.call_kernel(func, args, kwargs)
             for tensor in tensors_in(result):

@@ -5,7 +5,7 @@ Checked on torch 2.11 (CUDA) and 2.13 (CPU).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -150,7 +150,8 @@ class _CudaBytes:
         }
 
 
-def pool_segments(pool: Any) -> int:
-    """Bytes reserved from the driver for one private pool."""
+def pool_segments(pools: Sequence[Any]) -> int:
+    """Bytes reserved from the driver for some private pools."""
+    names = {tuple(pool) for pool in pools}
     snapshot = torch.cuda.memory_snapshot()
-    return sum(int(segment["total_size"]) for segment in snapshot if tuple(segment["segment_pool_id"]) == tuple(pool))
+    return sum(int(segment["total_size"]) for segment in snapshot if tuple(segment["segment_pool_id"]) in names)
