@@ -54,7 +54,7 @@ def backward_half(pair: GraphPair, **options: Any) -> GraphPair:
         torch.empty_like(output, requires_grad=False).detach() if wanted else None
         for output, wanted in zip(pair.outputs, pair.differentiable, strict=True)
     ]
-    pair.capture_backward(static, retain_graph=True, **options)
+    pair.capture_backward(static, **options)
     pair.is_held()
     return pair
 

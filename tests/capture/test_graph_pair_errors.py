@@ -58,7 +58,7 @@ def test_halves_come_in_order(session: GraphSession, device: torch.device, x: Te
     pair = captured(session, lambda x: x * 2, x)
     fresh = type(pair)(pair.region, pair.signature, [x.detach()], frozenset(), session, session.stats("r", "layer"))
     assert not fresh.is_ready
-    for use in (lambda: fresh.replay((x,), None), lambda: fresh.capture_backward([], retain_graph=False)):
+    for use in (lambda: fresh.replay((x,), None), lambda: fresh.capture_backward([])):
         with pytest.raises(LifecycleError):
             use()
 
@@ -68,7 +68,7 @@ def test_a_half_is_captured_once(session: GraphSession, x: Tensor) -> None:
     with pytest.raises(LifecycleError):
         pair.capture_forward()
     with pytest.raises(LifecycleError):
-        pair.capture_backward(pair.grad_outputs, retain_graph=False)
+        pair.capture_backward(pair.grad_outputs)
 
 
 def test_a_region_without_gradient_is_refused(session: GraphSession, x: Tensor) -> None:

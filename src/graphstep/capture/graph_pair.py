@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from graphstep.capture import autograd_private
 from graphstep.capture.gradients import GradientHomes, has_gradient_hooks, hooks_off, leaves_reached
 from graphstep.capture.observe import Observation
 from graphstep.capture.randomness import NoRandomness
 from graphstep.capture.region import Region
+from graphstep.capture.replay_function import Replay
 from graphstep.capture.report import RegionStats
 from graphstep.capture.session import GraphSession
 from graphstep.capture.signature import Signature
@@ -40,6 +40,7 @@ class GraphPair:
         through_autograd: identities of parameters whose gradients autograd accumulates: those that are used outside
             the region too, so that their parts are summed in the order of eager execution. Parameters with hooks on
             their gradient are treated so without being named.
+        lane: memory that the recordings share with others, see the engine.
     """
 
     def __init__(
@@ -53,6 +54,7 @@ class GraphPair:
         *,
         chained: Mapping[int, GraphPair] | None = None,
         through_autograd: frozenset[int] = frozenset(),
+        lane: Hashable = 0,
     ) -> None:
         self.region = region
         self.signature = signature
@@ -75,6 +77,7 @@ class GraphPair:
         self._result_structure: Any = None
         self._differentiable: tuple[bool, ...] = ()
         self._through_autograd = through_autograd
+        self._lane = lane
         self._parameters: list[Tensor] = []
         """Their gradients are accumulated inside the backward recording."""
         self._exposed: list[Tensor] = []
@@ -123,16 +126,15 @@ class GraphPair:
         """Capture the forward half. Its outputs and what autograd saved stay in the pool until the backward half."""
         if self._forward is not None:
             raise LifecycleError("the forward half is captured already", where=self.region.name)
-        self._forward = self._session.capture(self._stats, self._call, observation=self._observation)
+        self._forward = self._session.capture(self._stats, self._call, observation=self._observation, lane=self._lane)
         self.outputs, self._result_structure = flatten(self._forward.result)
         self._differentiable = tuple(output.requires_grad for output in self.outputs)
 
-    def capture_backward(self, grad_outputs: Sequence[Tensor | None], *, retain_graph: bool) -> None:
+    def capture_backward(self, grad_outputs: Sequence[Tensor | None]) -> None:
         """Capture the backward half: gradients of the inputs, and of the parameters added to where they live.
 
         Args:
             grad_outputs: for each output, the static tensor that holds its gradient; ``None`` where it has none.
-            retain_graph: keep what the forward saved, for plans with several microbatches in flight.
         """
         if self._forward is None:
             raise LifecycleError("the forward half is not captured yet", where=self.region.name)
@@ -145,13 +147,11 @@ class GraphPair:
 
         def backward() -> list[Tensor | None]:
             with hooks_off(self._exposed):
-                gradients = torch.autograd.grad(
-                    outputs, [*wanted, *self._parameters], given, retain_graph=retain_graph, allow_unused=True
-                )
+                gradients = torch.autograd.grad(outputs, [*wanted, *self._parameters], given, allow_unused=True)
             self._accumulate(gradients[len(wanted) :])
             return list(gradients[: len(wanted)])
 
-        self._backward = self._session.capture(self._stats, backward, observation=self._observation)
+        self._backward = self._session.capture(self._stats, backward, observation=self._observation, lane=self._lane)
         found = iter(self._backward.result)
         self.grad_inputs = [next(found) if tensor.requires_grad else None for tensor in self.inputs]
         self._exposed_gradients = list(found)
@@ -235,11 +235,11 @@ class GraphPair:
                 ``close`` are called.
 
         Returns:
-            The captured function's result over the static outputs: valid until the region's backward has run, or, if
-            it is longer, until the next replay of this pair. Clone to keep.
+            The captured function's result over the static outputs: valid until the next replay of this pair, which
+            the caller does not start as long as :meth:`is_held` says that the result is still in use.
         """
         leaves = (*self._exposed, self._anchor)
-        outputs: tuple[Tensor, ...] = _Replay.apply(self, lease, len(tensors), *tensors, *leaves)  # type: ignore[no-untyped-call]
+        outputs: tuple[Tensor, ...] = Replay.apply(self, lease, len(tensors), *tensors, *leaves)  # type: ignore[no-untyped-call]
         self._stats.num_replays += 1
         return unflatten(self._result_structure, outputs)
 
@@ -307,43 +307,3 @@ class GraphPair:
                 where=self.region.name,
                 fix="capture it forward-only, or leave it out of the captured modules",
             )
-
-
-class _Replay(torch.autograd.Function):
-    """Hooks a pair's backward half behind its outputs."""
-
-    @staticmethod
-    def forward(ctx: Any, pair: GraphPair, lease: Any, num_inputs: int, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.set_materialize_grads(False)
-        ctx.pair, ctx.lease, ctx.num_tensors, ctx.has_run = pair, lease, len(tensors), False
-        # Whoever receives a gradient may keep it: only what another pair reads at once is the static one.
-        ctx.handed_on = tuple(
-            position in pair.chained and not tensor.is_leaf for position, tensor in enumerate(tensors[:num_inputs])
-        )
-        outputs = pair.replay_forward(tensors[:num_inputs])
-        ctx.mark_non_differentiable(*(o for o, d in zip(outputs, pair.differentiable, strict=True) if not d))
-        return outputs
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        if ctx.has_run:
-            raise LifecycleError(
-                "the backward of this call has run already, and the memory of its forward is used again",
-                where=ctx.pair.region.name,
-                fix="add up the losses and call backward once, or leave this module out of the captured ones",
-            )
-        if ctx.pair.accumulates and not autograd_private.will_accumulate(ctx.next_functions[-1][0]):
-            raise LifecycleError(
-                "gradients of chosen tensors were asked for (autograd.grad, or backward with inputs=...); the captured "
-                "backward would also add to the gradients of its parameters",
-                where=ctx.pair.region.name,
-                fix="call backward() and read .grad of the tensors, or leave this module out of the captured ones",
-            )
-        ctx.lease.backward_begins()
-        ctx.has_run = True
-        given = ctx.pair.replay_backward(gradients)
-        ctx.lease.close()
-        handed_on = (*ctx.handed_on, *([False] * (len(given) - len(ctx.handed_on))))
-        found = [g if g is None or stays else g.clone() for g, stays in zip(given, handed_on, strict=True)]
-        return (None, None, None, *found, *([None] * (ctx.num_tensors - len(found))))

@@ -14,6 +14,8 @@ from graphstep.capture.randomness import HostRandomness
 from graphstep.engine.protocol import Engine
 from graphstep.engine.tape_ops import OperationTable
 from graphstep.engine.undo import UndoLog, WriteObserver
+from graphstep.engine.user_frame import user_line_of
+from graphstep.errors import CaptureError
 
 T = TypeVar("T")
 
@@ -33,7 +35,7 @@ class Observation:
 def watch_run(function: Callable[[], T]) -> tuple[T, Observation]:
     """Run ``function`` for real, on the current stream, and tell what it touched."""
     watcher = WriteObserver(None, OperationTable())
-    with watcher:
+    with watcher, _sparse_refused():
         result = function()
     return result, Observation(_filled(watcher.leaves), watcher.generators, watcher.externals)
 
@@ -53,7 +55,7 @@ def observe(function: Callable[[], Any], engine: Engine, *, num_runs: int = 1) -
     host = HostRandomness(engine.device)
     with generators_kept(engine.device), engine.capture_stream():
         try:
-            with watcher:
+            with watcher, _sparse_refused():
                 function()
             leaves = _filled(watcher.leaves)
             for _ in range(num_runs - 1):
@@ -64,6 +66,21 @@ def observe(function: Callable[[], Any], engine: Engine, *, num_runs: int = 1) -
             log.restore()
             host.restore()
     return Observation(leaves, watcher.generators, watcher.externals)
+
+
+@contextmanager
+def _sparse_refused() -> Iterator[None]:
+    """Say so when a tensor has no storage to observe, and so none at a fixed address."""
+    try:
+        yield
+    except NotImplementedError as error:
+        if "access storage" not in str(error):
+            raise
+        raise CaptureError(
+            "the step makes a tensor without storage of its own, such as the gradient of a sparse embedding",
+            where=str(user_line_of(error) or ""),
+            fix="use dense tensors: nn.Embedding(sparse=False)",
+        ) from error
 
 
 def _filled(leaves: Sequence[Tensor]) -> list[Tensor]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, TypeVar
@@ -76,7 +76,12 @@ class GraphSession:
         return observe(function, self.engine, num_runs=num_runs)
 
     def capture(
-        self, stats: RegionStats, function: Callable[[], Any], *, observation: Observation | None = None
+        self,
+        stats: RegionStats,
+        function: Callable[[], Any],
+        *,
+        observation: Observation | None = None,
+        lane: Hashable = 0,
     ) -> Recording:
         """Capture ``function`` and count it for a region. See :meth:`graphstep.engine.Engine.capture`.
 
@@ -85,6 +90,7 @@ class GraphSession:
             function: takes nothing.
             observation: of a run of ``function``: names its generators, and what it reads is kept alive with the
                 recording.
+            lane: recordings of one lane share memory, see the engine.
 
         Raises:
             CaptureError: it cannot be captured, or it drew random numbers on the host, which a replay would not.
@@ -93,7 +99,7 @@ class GraphSession:
         observation = observation or Observation()
         host = HostRandomness(self.device)
         try:
-            recording = self.engine.capture(function, generators=observation.generators)
+            recording = self.engine.capture(function, generators=observation.generators, lane=lane)
         except BaseException:
             host.restore()
             raise

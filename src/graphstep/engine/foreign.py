@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphstep.engine import torch_private
-from graphstep.engine.tape_ops import OperationTable, OperationTraits
+from graphstep.engine.tape_ops import OperationTable
+from graphstep.engine.tape_rules import CaptureRules
 
 
 class InsideKernel(TorchDispatchMode):
     """Watches what a foreign operation does inside: it is replayed as a whole, but may not read values either."""
 
-    def __init__(self, refuse: Callable[[OperationTraits, Any, Any], None], table: OperationTable) -> None:
+    def __init__(self, rules: CaptureRules, table: OperationTable) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._refuse = refuse
+        self._rules = rules
         self._table = table
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -25,5 +25,5 @@ class InsideKernel(TorchDispatchMode):
             return NotImplemented
         traits = self._table.of(func)
         if traits.reads_host or traits.has_dynamic_shape:
-            self._refuse(traits, args, kwargs)
+            self._rules.check(traits, args, kwargs)
         return func(*args, **kwargs)

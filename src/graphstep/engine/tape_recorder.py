@@ -25,11 +25,11 @@ from graphstep.engine.tape_ops import (
     OperationTable,
     OperationTraits,
     Replay,
-    has_boolean_index,
     tensors_in,
     written_tensors,
 )
 from graphstep.engine.tape_random import GeneratorTrack
+from graphstep.engine.tape_rules import CaptureRules
 from graphstep.engine.tape_steps import Step, fixed_call, restore_constant, step_for
 from graphstep.engine.undo import UndoLog
 
@@ -81,6 +81,7 @@ class TapeRecorder(TorchDispatchMode):
         known = (self._default_generator, *(g for g in generators if g.device.type == "cpu"))
         self._tracks = {torch_private.generator_key(generator): GeneratorTrack(generator) for generator in known}
         self._constants: set[int] = set()
+        self._rules = CaptureRules(refusals, self.tape.created, self._constants)
         self._borrowed: set[int] = set()
         self._grad_enabled = self.tape.starts_with_grad
         self._default_dtype = self.tape.default_dtype
@@ -102,7 +103,7 @@ class TapeRecorder(TorchDispatchMode):
         if self._is_inside_collective(args, kwargs):
             with InsideCollective(self._collective_memory):
                 return func(*args, **kwargs)
-        self._refuse(traits, args, kwargs)
+        self._rules.check(traits, args, kwargs)
         self._follow_settings()
         track = self._before_random(traits, args, kwargs)
         given = self._note_inputs(traits, args, kwargs)
@@ -152,35 +153,6 @@ class TapeRecorder(TorchDispatchMode):
             self._refusals.refuse(f"the tape cannot record {name}", "call a plain implementation of it")
         with self:
             return kernel(*args, **kwargs)
-
-    def _refuse(self, traits: OperationTraits, args: Any, kwargs: Any) -> None:
-        if traits.reads_host:
-            self._refusals.host_read(traits.name, "keep the value in a tensor, or read it after the replay")
-        if traits.changes_storage:
-            self._refusals.refuse(
-                f"{traits.name} replaces or resizes the storage of a tensor; a graph works on fixed storages",
-                "allocate the tensor at its final size before the captured call and write into it",
-            )
-        if traits.has_dynamic_shape and _shape_depends_on_values(traits, args, kwargs):
-            self._refusals.refuse(
-                f"{traits.name} has a result whose shape depends on values",
-                "use torch.where or a multiplication by the mask, or an explicit size (output_size=)",
-            )
-        if traits.writes_index and has_boolean_index(args) and not self._fills_with_constant(args):
-            self._refusals.refuse(
-                f"{traits.name} with a mask writes as many entries as the mask has set",
-                "use torch.where, masked_fill_ or masked_scatter_",
-            )
-        if traits.changes_metadata and torch_private.storage_key(args[0]) not in self.tape.created:
-            self._refusals.refuse(
-                f"{traits.name} changes the shape of a tensor from outside the captured function; a replay would not",
-                "use the form that returns a view, such as t() for t_()",
-            )
-
-    def _fills_with_constant(self, args: Any) -> bool:
-        """``x[mask] = 1.0``: one number from Python needs no count, on a GPU neither."""
-        value, accumulates = args[2], len(args) > 3 and args[3]
-        return value.numel() == 1 and torch_private.storage_key(value) in self._constants and not accumulates
 
     def _follow_settings(self) -> None:
         """Repeat changes of the settings that operations look up."""
@@ -299,7 +271,7 @@ class TapeRecorder(TorchDispatchMode):
                 self._collective_memory.pop(torch_private.storage_key(tensor), None)
             return result
         if traits.is_foreign:
-            with InsideKernel(self._refuse, self._table):
+            with InsideKernel(self._rules, self._table):
                 return torch_private.call_kernel(func, args, kwargs)
         return func(*args, **kwargs)
 
@@ -344,11 +316,3 @@ class TapeRecorder(TorchDispatchMode):
         step = step_for(func, traits, args, kwargs, fresh)
         if step is not None:
             self.tape.steps.append(step)
-
-
-def _shape_depends_on_values(traits: OperationTraits, args: Any, kwargs: Any) -> bool:
-    if traits.name.startswith("aten::index"):
-        return has_boolean_index(args)
-    if traits.name.startswith("aten::repeat_interleave"):
-        return kwargs.get("output_size") is None
-    return True

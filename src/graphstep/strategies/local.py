@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from graphstep.capture.manifest import Watched, verify
@@ -98,12 +99,13 @@ class LocalGraphs:
         regions = [calls.region for layer in self._layers for calls in layer.regions]
         watched = self._session.watch([("", self._model)])
         try:
-            pairs = capture_plan(
-                plan,
-                self._session,
-                num_warmup_runs=self._warmup_steps,
-                through_autograd=gradients_through_autograd(self._model, regions, plan),
-            )
+            with torch.inference_mode(False):
+                pairs = capture_plan(
+                    plan,
+                    self._session,
+                    num_warmup_runs=self._warmup_steps,
+                    through_autograd=gradients_through_autograd(self._model, regions, plan),
+                )
         finally:
             replaced = watched.put_back()
         if replaced:

@@ -49,9 +49,9 @@ def capture_plan(
 ) -> Pairs:
     """Capture both halves of every region and slot whose backward was seen.
 
-    Captures follow the order of execution, which is what lets them share one pool. With one microbatch in flight (a
-    nested plan), a tensor's memory goes back to the pool as soon as the plan needs it no more; with several, nothing
-    goes back before all is captured, since a later replay of one may run between the halves of another.
+    Captures follow the order of execution. With one microbatch in flight (a nested plan) that lets them all share one
+    memory: what one half needs no more the next one uses. With several, a later replay of one pair may run between the
+    halves of another, in any order: each pair then has a memory of its own.
 
     Args:
         plan: what was observed.
@@ -133,6 +133,7 @@ class _Capturing:
             stats,
             chained=chained_at,
             through_autograd=self.through_autograd,
+            lane=0 if self.is_ordered else (event.region, event.slot),
         )
         pairs[event.region, event.slot] = pair
         with training_flags_kept(event.region.modules):
@@ -157,10 +158,10 @@ class _Capturing:
         with training_flags_kept(event.region.modules):
             for module, flag in zip(event.region.modules, pair.signature.training, strict=True):
                 module.training = flag
-            pair.capture_backward(grad_outputs, retain_graph=not self.is_ordered)
-        if not self.is_ordered:
-            return  # A later replay of another slot may run before this one's backward: nothing goes back to the pool.
+            pair.capture_backward(grad_outputs)
         pair.let_go_forward()
+        if not self.is_ordered:
+            return
         for consumer in consumers:
             if consumer is not None and consumer[0].gradient_is_handed_on:
                 consumer[0].let_go_grad_inputs()
