@@ -85,10 +85,10 @@ def test_dropped_recording_frees_its_memory(tape: TapeEngine) -> None:
     assert tape.pool_bytes == 0
 
 
-def test_recordings_do_not_share_memory_that_lives(engine: Engine) -> None:
-    """Captured one after another and replayed in any order: results that are kept stay apart."""
+def test_lanes_share_no_memory(engine: Engine) -> None:
+    """Captured one after another into lanes of their own, replayed in any order: results that are kept stay apart."""
     x = torch.ones(64, device=engine.device)
-    recordings = [engine.capture(lambda k=k: (x * k).exp().log()) for k in range(1, 4)]
+    recordings = [engine.capture(lambda k=k: (x * k).exp().log(), lane=k) for k in range(1, 4)]
     for index in (2, 0, 1):
         run_replay(engine, recordings[index])
     for k, recording in enumerate(recordings, 1):
@@ -96,6 +96,17 @@ def test_recordings_do_not_share_memory_that_lives(engine: Engine) -> None:
     recordings[0].close()
     run_replay(engine, recordings[1])
     torch.testing.assert_close(recordings[1].result, torch.full_like(x, 2.0))
+
+
+def test_a_lane_is_replayed_in_the_order_of_capture(engine: Engine) -> None:
+    """Within a lane memory is handed on: results that are kept stay apart in the order of capture."""
+    x = torch.ones(64, device=engine.device)
+    recordings = [engine.capture(lambda k=k: (x * k).exp().log()) for k in range(1, 4)]
+    for _ in range(2):
+        for recording in recordings:
+            run_replay(engine, recording)
+        for k, recording in enumerate(recordings, 1):
+            torch.testing.assert_close(recording.result, torch.full_like(x, k))
 
 
 def test_one_recording_continues_another(engine: Engine) -> None:

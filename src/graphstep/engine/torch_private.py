@@ -155,3 +155,20 @@ def pool_segments(pools: Sequence[Any]) -> int:
     names = {tuple(pool) for pool in pools}
     snapshot = torch.cuda.memory_snapshot()
     return sum(int(segment["total_size"]) for segment in snapshot if tuple(segment["segment_pool_id"]) in names)
+
+
+@contextmanager
+def stale_streams_overridden() -> Iterator[None]:
+    """Let a captured backward pass use nodes that an eager one made on another stream, where torch knows how to.
+
+    Older versions refuse such a capture. The setting is the process's; it is put back.
+    """
+    override = getattr(torch.autograd.graph, "set_override_stale_capture_stream", None)
+    if override is None:
+        yield
+        return
+    override(True)
+    try:
+        yield
+    finally:
+        override(False)
