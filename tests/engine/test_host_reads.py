@@ -45,6 +45,7 @@ READS: Mapping[str, Function] = {
     "mask_index": lambda x, i: x[x > 0],
     "mask_put": lambda x, i: x.index_put((x > 0,), x[0, :1].expand(12)),
     "mask_set": lambda x, i: x.clone().__setitem__(x > 0, x[0, 0]),
+    "number_put": lambda x, i: x.clone().__setitem__((i, 1), 5.0),
     "masked_select": lambda x, i: x.masked_select(x > 0),
     "unique": lambda x, i: i.unique(),
     "unique_consecutive": lambda x, i: i.unique_consecutive(),

@@ -41,21 +41,27 @@ class CaptureRules:
                 f"{traits.name} has a result whose shape depends on values",
                 "use torch.where or a multiplication by the mask, or an explicit size (output_size=)",
             )
-        if traits.writes_index and has_boolean_index(args) and not self._fills_with_constant(args):
-            self._refusals.refuse(
-                f"{traits.name} with a mask writes as many entries as the mask has set",
-                "use torch.where, masked_fill_ or masked_scatter_",
-            )
+        if traits.writes_index:
+            self._check_index_write(traits, args)
         if traits.changes_metadata and torch_private.storage_key(args[0]) not in self._created:
             self._refusals.refuse(
                 f"{traits.name} changes the shape of a tensor from outside the captured function; a replay would not",
                 "use the form that returns a view, such as t() for t_()",
             )
 
-    def _fills_with_constant(self, args: Any) -> bool:
-        """``x[mask] = 1.0``: one number from Python needs no count, on a GPU neither."""
+    def _check_index_write(self, traits: OperationTraits, args: Any) -> None:
         value, accumulates = args[2], len(args) > 3 and args[3]
-        return value.numel() == 1 and torch_private.storage_key(value) in self._constants and not accumulates
+        is_number = value.numel() == 1 and torch_private.storage_key(value) in self._constants and not accumulates
+        if has_boolean_index(args) and not is_number:  # `x[mask] = 1.0` needs no count, on a GPU neither.
+            self._refusals.refuse(
+                f"{traits.name} with a mask writes as many entries as the mask has set",
+                "use torch.where, masked_fill_ or masked_scatter_",
+            )
+        if not has_boolean_index(args) and is_number:
+            self._refusals.refuse(
+                f"{traits.name} copies a number from the host to where a tensor of positions says",
+                "use index_fill_ or scatter_, which take numbers, or write a tensor of the device",
+            )
 
 
 def _shape_depends_on_values(traits: OperationTraits, args: Any, kwargs: Any) -> bool:
