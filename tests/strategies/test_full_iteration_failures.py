@@ -302,6 +302,23 @@ def test_a_parameter_without_gradient_has_none_afterwards(device: torch.device) 
     runs[1].strategy.close()
 
 
+class Sparse(Decoder):
+    """An embedding whose gradient is sparse."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, HIDDEN, sparse=True)
+
+
+@pytest.mark.parametrize("warmup_steps", [0, 1])
+def test_sparse_gradients_are_refused(device: torch.device, warmup_steps: int) -> None:
+    run = Run(device, FULL, build=Sparse, warmup_steps=warmup_steps)
+    with pytest.raises(CaptureError, match="sparse") as caught:
+        run.forward_backward([run.batch()])
+    assert "test_full_iteration_failures.py" in caught.value.where or "models.py" in caught.value.where
+    run.strategy.close()
+
+
 def test_iterators_are_read_before_the_step(device: torch.device) -> None:
     """A generator that fails tells so itself, and nothing has run."""
 

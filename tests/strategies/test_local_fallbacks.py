@@ -114,6 +114,19 @@ def test_nothing_is_captured_before_the_step_ends(device: torch.device) -> None:
     run.strategy.close()
 
 
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_a_step_that_ends_under_a_mode(device: torch.device, mode: Any) -> None:
+    def script(run: Run) -> None:
+        for _ in range(3):
+            run.optimizer.zero_grad(set_to_none=True)
+            run.note(run.forward_backward([run.batch()]))
+            run.optimizer.step()
+            with mode():
+                run.strategy.end_step()
+
+    assert compared(device, LOCAL, script, build=WITH_DROPOUT).num_replays == 2 * 2
+
+
 def test_a_step_without_backward_captures_nothing(device: torch.device) -> None:
     run = Run(device, LOCAL)
     run.evaluate(2)

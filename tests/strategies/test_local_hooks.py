@@ -174,6 +174,39 @@ def test_gradients_of_inner_tensors_can_be_kept(device: torch.device) -> None:
     assert len(kept[0]) == 4 * 2 * 2
 
 
+def keep_from_module_hooks(model: Decoder, kept: list[Tensor]) -> None:
+    for layer in model.layers:
+        layer.register_full_backward_hook(lambda m, grad_in, grad_out: kept.extend([grad_in[0], grad_out[0]]))
+
+
+def keep_from_tensor_hooks(model: Decoder, kept: list[Tensor]) -> None:
+    for layer in model.layers:
+        layer.register_forward_pre_hook(lambda m, args: args[0].register_hook(kept.append) and None)
+
+
+def keep_from_parameter_hooks(model: Decoder, kept: list[Tensor]) -> None:
+    for parameter in model.layers.parameters():
+        parameter.register_hook(kept.append)
+
+
+@pytest.mark.parametrize("install", [keep_from_module_hooks, keep_from_tensor_hooks, keep_from_parameter_hooks])
+@pytest.mark.parametrize("order", ["fbfb", "ffbb"])
+def test_gradients_that_hooks_keep_do_not_change(device: torch.device, install: Any, order: str) -> None:
+    found: list[list[Tensor]] = []
+
+    def script(run: Run) -> None:
+        kept: list[Tensor] = []
+        found.append(kept)
+        install(run.model, kept)
+        for _ in range(4):
+            run.step(2)
+
+    run = compared(device, LOCAL, script, build=WITH_DROPOUT, forward_backward=in_order(order))
+    assert run.num_replays > 0
+    sums = [sorted(value(tensor) for tensor in kept) for kept in found]
+    assert sums[0] == sums[1]
+
+
 @pytest.mark.parametrize("how", ["grad", "inputs"])
 def test_gradients_of_chosen_tensors_are_refused(device: torch.device, how: str) -> None:
     """They must not add to the gradients of parameters, which a captured backward does."""

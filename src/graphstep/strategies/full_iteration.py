@@ -257,7 +257,8 @@ def _problem_of(result: Any, gradients: list[tuple[Tensor, Tensor | None]], watc
     num_replaced = sum(leaf.grad is not gradient for leaf, gradient in gradients)
     if num_replaced:
         what = f"the step replaces .grad of {num_replaced} parameters; a graph writes gradients where they were"
-        return CaptureError(what, where=where, fix="zero gradients outside the step, or with set_to_none=False")
+        fix = "zero gradients outside the step, or with set_to_none=False; let DistributedDataParallel, which moves "
+        return CaptureError(what, where=where, fix=f"{fix}them in its second step, warm up for at least 3 steps")
     replaced = watched.put_back()
     if replaced:
         what = f"the step replaces {', '.join(replaced)} by new tensors; a graph works on the tensors that it has seen"
