@@ -104,5 +104,9 @@ class PlanError(GraphstepError, RuntimeError):
     """Recordings were about to run in another order than planned. Nothing was replayed."""
 
 
+class NonFiniteError(GraphstepError, ArithmeticError):
+    """The loss or the gradient norm is NaN or infinite. The weights are those before the iteration it names."""
+
+
 def _rebuild(kind: type[GraphstepError], what: str, where: str, fix: str) -> GraphstepError:
     return kind(what, where=where, fix=fix)

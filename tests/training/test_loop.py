@@ -10,7 +10,7 @@ import torch
 from tests.training.doubles import DisturbedStrategy, EagerStrategy, MemoryLog, tiny_config
 from torch import Tensor, nn
 
-from graphstep.training.health import NonFiniteError
+from graphstep.errors import NonFiniteError
 from graphstep.training.loop import Trainer
 from graphstep.training.schedules import learning_rate
 

@@ -7,11 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from graphstep.errors import GraphstepError
-
-
-class NonFiniteError(GraphstepError, ArithmeticError):
-    """The loss or the gradient norm is NaN or infinite. The weights are those before the iteration it names."""
+from graphstep.errors import NonFiniteError
 
 
 def require_finite(losses: Tensor, grad_norm: Tensor, iteration: int) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from graphstep.capture.report import CaptureReport
 from graphstep.config import CudaGraphConfig, CudaGraphImpl, RunConfig
+from graphstep.errors import NonFiniteError
 from graphstep.strategies import ForwardBackward, Strategy, build_strategy
 from graphstep.training.checkpoint import Checkpoint, TrainingState, save_checkpoint
 from graphstep.training.data import BatchIterator, Dataset, build_datasets
@@ -28,7 +29,7 @@ from graphstep.training.determinism import (
 )
 from graphstep.training.evaluation import evaluate
 from graphstep.training.gradients import GradientBuffers
-from graphstep.training.health import NonFiniteError, require_finite
+from graphstep.training.health import require_finite
 from graphstep.training.interrupt import InterruptRequest
 from graphstep.training.ledger import Steadiness, StepLedger
 from graphstep.training.logging import make_logs
