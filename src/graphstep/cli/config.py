@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from graphstep.cli.problems import print_notices
+from graphstep.cli.problems import print_notices, printable
 from graphstep.config import RunConfig, from_argv
 from graphstep.config.captured import describe_capture
 from graphstep.config.environment import VARIABLES, Environment
@@ -116,8 +116,3 @@ def _shown(option: Option, value: object) -> str:
     if value is None:
         return "-"
     return printable(" ".join(str(word) for word in value) if isinstance(value, tuple) else str(value))
-
-
-def printable(text: str) -> str:
-    """Return ``text`` with the bytes of file names that are no UTF-8 spelled out, so that any terminal takes it."""
-    return text.encode("utf-8", "backslashreplace").decode()

@@ -8,13 +8,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 
-from graphstep.cli.problems import print_notices
-from graphstep.config.migration import (
-    Rewrite,
-    migrate_argv,
-    migrate_shell,
-    migrate_yaml,
-)
+from graphstep.cli.problems import print_notices, printable
+from graphstep.config.migration import Rewrite, migrate_argv, migrate_shell, migrate_yaml
 from graphstep.config.suggest import suggestion
 from graphstep.config.text_files import decoded, encoded, read_text, replace_file
 from graphstep.errors import ConfigError, Problem
@@ -74,7 +69,7 @@ def run(argv: Sequence[str]) -> int:
         new, rewrite = migrate_argv(request.command)
         print(rewrite.diff(), end="", file=sys.stderr)
         if not request.is_check:
-            print(_printable(shlex.join(new)))
+            print(printable(shlex.join(new)))
         rewrites = [rewrite]
     else:
         rewrites = _migrate_files(request)
@@ -96,7 +91,7 @@ def _migrate_files(request: _Request) -> list[Rewrite]:
         raise ConfigError(problems)
     for path, rewrite in zip(request.files, rewrites, strict=True):
         is_filter = path == "-" and not request.is_check
-        print(_printable(rewrite.diff()), end="", file=sys.stderr if is_filter else sys.stdout)
+        print(printable(rewrite.diff()), end="", file=sys.stderr if is_filter else sys.stdout)
         if is_filter:
             sys.stdout.flush()
             sys.stdout.buffer.write(encoded(rewrite.after))
@@ -176,7 +171,3 @@ def _contradictions(plain: Sequence[str], given: Sequence[str], is_command: bool
     if IN_PLACE in given and CHECK in given:
         what = f"{IN_PLACE} writes and {CHECK} does not"
         yield Problem("migrate-contradiction", what, f"{IN_PLACE}, {CHECK}", "use one of the two")
-
-
-def _printable(text: str) -> str:
-    return text.encode("utf-8", "backslashreplace").decode()

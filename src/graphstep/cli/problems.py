@@ -57,6 +57,11 @@ def print_notices(notices: Sequence[Notice], stream: TextIO | None = None) -> No
         print(f"note: {notice}", file=stream or sys.stderr)
 
 
+def printable(text: str) -> str:
+    """Return ``text`` with the bytes of file names that are no UTF-8 spelled out, so that any terminal takes it."""
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
 def _lines(problem: Problem) -> Iterator[str]:
     yield f"- {problem.what} [{problem.code}]"
     if problem.where:

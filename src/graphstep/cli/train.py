@@ -75,12 +75,11 @@ def _from_checkpoint(config: RunConfig, folder: Path | None) -> RunConfig:
 
 def _print_summary(trainer: Trainer, console: Console) -> None:
     model, training = trainer.config.model, trainer.config.training
-    num_parameters = sum(parameter.numel() for parameter in trainer.model.parameters())
     rows = [
         ("device", f"{trainer.device}, {'bf16 with fp32 main weights' if training.bf16 else 'fp32'}"),
         (
             "model",
-            f"{num_parameters:,} parameters: {model.num_layers} layers, hidden {model.hidden_size}, "
+            f"{trainer.model.num_parameters():,} parameters: {model.num_layers} layers, hidden {model.hidden_size}, "
             f"{model.num_attention_heads} heads, sequence {model.seq_length}, vocabulary {model.vocab_size}",
         ),
         *(("data", line) for line in trainer.datasets.summary),
