@@ -14,7 +14,7 @@ from graphstep.cli.main import main
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 FEWER_STEPS = {
-    "train": ["--train-iters", "8", "--eval-interval", "8", "--eval-iters", "1", "--num-layers", "1", "--seq-length", "32"],
+    "train": shlex.split("--train-iters 8 --eval-interval 8 --eval-iters 1 --num-layers 1 --seq-length 32"),
     "config": [],
 }
 
