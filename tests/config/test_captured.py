@@ -24,7 +24,7 @@ from graphstep.config.captured import describe_capture, layers_with
             "--cuda-graph-impl local --num-layers 3 --eval-iters 0 --decode-only-cuda-graphs",
             (
                 "training: a forward and a backward graph of each of 3 whole layers, in the order of the first step, "
-                "after 3 eager steps",
+                "after that step",
                 "validation: none",
                 "optimizer: eager",
                 "inference: one graph a layer for up to 16 token counts (exponential), decode only",
@@ -35,8 +35,8 @@ from graphstep.config.captured import describe_capture, layers_with
             "--inference-dynamic-batching-num-cuda-graphs -1 --cuda-graph-warmup-steps 1",
             (
                 "training: a forward and a backward graph of each of 4 whole layers, in the order of the first step, "
-                "after 1 eager step",
-                "validation: the forward graphs of training",
+                "after that step",
+                "validation: eager",
                 "optimizer: eager",
                 "inference: one graph of the whole model for an automatic number of token counts (exponential), "
                 "prefill as well",

@@ -103,6 +103,8 @@ def _describe_graphs(config: RunConfig) -> str:
     if graphs.impl is CudaGraphImpl.none:
         return "none: eager"
     modules = f" of {', '.join(graphs.modules)}" if graphs.modules else ""
+    if graphs.impl is CudaGraphImpl.local:
+        return f"{graphs.impl}{modules}, after the first step"
     return f"{graphs.impl}{modules}, after {graphs.warmup_steps} warmup steps"
 
 

@@ -50,10 +50,10 @@ def _training(config: RunConfig) -> str:
         microbatches = _times(config.training.num_microbatches, "microbatch", "microbatches")
         return f"forward and backward of {microbatches} as one graph{after}"
     kind = "a forward and a backward graph"
-    order = "in the order of the first step"
     if graphs.impl is CudaGraphImpl.transformer_engine:
-        kind, order = f"{kind} for each microbatch in flight", "in the order of the schedule"
-    return f"{kind} of {_parts(config)}, {order}{after}"
+        return f"{kind} for each microbatch in flight of {_parts(config)}, in the order of the schedule{after}"
+    # The first step is run and observed; warmup runs of each region come after it and leave no trace.
+    return f"{kind} of {_parts(config)}, in the order of the first step, after that step"
 
 
 def _parts(config: RunConfig) -> str:
@@ -65,12 +65,9 @@ def _parts(config: RunConfig) -> str:
 
 
 def _validation(config: RunConfig) -> str:
-    impl = config.graphs.impl
     if config.training.eval_iters == 0:
         return "none"
-    if impl is CudaGraphImpl.full_iteration:
-        return "the forward as one graph"
-    return "the forward graphs of training" if impl is CudaGraphImpl.local else "eager"
+    return "the forward as one graph" if config.graphs.impl is CudaGraphImpl.full_iteration else "eager"
 
 
 def _inference(config: RunConfig) -> str:

@@ -79,7 +79,8 @@ class CudaGraphConfig:
     """What an inference graph covers, never ``None`` once built: ``layer`` for ``local``, which can have ``block``;
     ``none`` for every other implementation."""
     warmup_steps: int = 3
-    """Eager steps before the capture, >= 0. With 0 the libraries set themselves up inside the capture: discouraged."""
+    """Eager steps before the capture, >= 0; with ``local``, eager runs of each part just before its capture. With 0 the
+    libraries set themselves up inside the capture: discouraged."""
     use_single_mempool: bool = True
     """Training and validation graph of ``full_iteration`` and the optimizer graph share one memory pool."""
     retain_backward_graph: bool = False

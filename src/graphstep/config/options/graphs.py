@@ -39,7 +39,7 @@ GRAPH_OPTIONS: tuple[Option, ...] = (
     ),
     _graphs.option(
         "--cuda-graph-warmup-steps",
-        "eager steps before the capture",
+        "eager steps before the capture; with local, eager runs of each part just before its capture",
         type=integer,
         metavar="STEPS",
     ),
