@@ -386,7 +386,7 @@ PARALLEL_RULES: tuple[Rule, ...] = (
         "freeze-gc-without-effect",
         ("cuda_graph_capture_freeze_gc",),
         lambda o: bool(o.cuda_graph_capture_freeze_gc),
-        "CUDA_GRAPH_CAPTURE_FREEZE_GC has no effect: a capture leaves Python's garbage collection alone",
+        "CUDA_GRAPH_CAPTURE_FREEZE_GC has no effect: garbage collection always waits while a capture runs",
         "unset it",
     ),
 )
