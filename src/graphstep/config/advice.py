@@ -66,7 +66,6 @@ def advise(facts: Facts) -> list[Advice]:
     return [row for row in ADVICE if facts.scenario in row.scenarios and row.applies(facts)]
 
 
-_ALL = frozenset(Scenario)
 _DENSE, _MOE, _HYBRID = Scenario.dense, Scenario.moe, Scenario.hybrid
 _INFERENCE, _RL, _OWN = Scenario.inference, Scenario.rl, Scenario.own_loop
 _TRAINING = frozenset({_DENSE, _MOE, _HYBRID, _OWN})

@@ -62,11 +62,6 @@ class StepLedger:
         self._steady_ms: deque[float] = deque(maxlen=_NUM_KEPT_TIMES)
 
     @property
-    def num_pending(self) -> int:
-        """Steps that were added and not read."""
-        return len(self._pending)
-
-    @property
     def steady_step_ms(self) -> float | None:
         """Median time of the latest steady steps that were read, or None."""
         return median_ms(list(self._steady_ms))
