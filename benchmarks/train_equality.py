@@ -4,11 +4,12 @@ Every combination of strategy, precision, dropout and number of microbatches is 
 an eager run from the same seed: the losses of all steps and all weights after the last. Kernels are deterministic ones
 (``--deterministic-mode``): the fused attention's backward is otherwise not even equal to itself.
 
-What is measured: equality, and beside it the median time of a whole training step of either run, optimizer and host
-included (a smoke figure: `train_step.py` is the benchmark). Writes `train_equality-<device>-<date>-<commit>.json`.
+What is measured: equality, and beside it the median time of a whole training step of either run, in milliseconds,
+optimizer and host included (a smoke figure: `train_step.py` is the benchmark). Prints a table and one line of JSON, and
+writes `train_equality-<device>-<date>-<commit>.json`.
 
 Usage: PYTHONPATH=src CUBLAS_WORKSPACE_CONFIG=:4096:8 python benchmarks/train_equality.py [--output DIR] [--num-steps N]
-           [model and training options of graphstep train]
+           [--quick] [model and training options of graphstep train]
 """
 
 from __future__ import annotations
@@ -19,12 +20,14 @@ import itertools
 import json
 import sys
 import tempfile
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import torch
 from common.environment import command_line, commit, describe_machine
+from common.record import write_results
 from rich.console import Console
 from rich.table import Table
 
@@ -67,13 +70,15 @@ def run(options: list[str], num_steps: int) -> dict[str, Any]:
     }
 
 
-def main() -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """Run all combinations; exit code 1 if one differs."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    started = datetime.now(UTC)
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results")
     parser.add_argument("--num-steps", type=int, default=12)
     parser.add_argument("--quick", action="store_true", help="one combination of each strategy")
-    own, model_options = parser.parse_known_args()
+    own, model_options = parser.parse_known_args(words)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     console, runs = Console(), []
     with tempfile.TemporaryDirectory() as cache:
@@ -95,18 +100,15 @@ def main() -> int:
             console.print("equal    " if found["is_equal"] else "DIFFERENT", found["command"], soft_wrap=True)
     record = {
         "benchmark": "train_equality",
-        "started": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": command_line("benchmarks/train_equality.py", sys.argv[1:]),
+        "started": started.isoformat(timespec="seconds"),
+        "command": command_line("benchmarks/train_equality.py", words),
         "commit": commit(),
         "machine": describe_machine(device),
         "runs": runs,
     }
     console.print(_table(runs))
-    own.output.mkdir(parents=True, exist_ok=True)
-    name = (record["machine"]["gpu"] or "cpu").lower().replace(" ", "-")
-    short = str(record["commit"]["commit"])[:8]
-    path = own.output / f"train_equality-{name}-{datetime.now(UTC):%Y%m%d}-{short}.json"
-    path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    print(f"results: {write_results(record, own.output, now=started)}", file=sys.stderr)
+    print(json.dumps(record, separators=(",", ":")))
     return 0 if all(found["is_equal"] for found in runs) else 1
 
 
