@@ -1,7 +1,8 @@
 """Where the numbers of a run go: the console, a file of JSON lines, TensorBoard.
 
-Every log takes events: a name and JSON scalars. ``start`` opens a run, ``train`` comes every ``log_interval`` steps,
-``validation`` after each validation, ``checkpoint`` after each save, ``warning`` any time, ``end`` last.
+Every log takes events: a name and values that JSON can hold. ``start`` opens a run (with its configuration), ``train``
+comes every ``log_interval`` steps, ``validation`` after each validation, ``checkpoint`` after each save, ``warning`` any
+time, ``end`` last (with the report of what was captured). All other values are numbers and words.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import json
 import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, TextIO
+from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
@@ -22,8 +23,8 @@ from graphstep.errors import Problem
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
-Scalar = float | int | str | bool | None
-Values = Mapping[str, Scalar]
+Values = Mapping[str, Any]
+"""Values that JSON can hold, by name."""
 
 
 class MetricsLog(Protocol):
