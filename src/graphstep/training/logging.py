@@ -1,8 +1,8 @@
 """Where the numbers of a run go: the console, a file of JSON lines, TensorBoard.
 
 Every log takes events: a name and values that JSON can hold. ``start`` opens a run (with its configuration), ``train``
-comes every ``log_interval`` steps, ``validation`` after each validation, ``checkpoint`` after each save, ``warning`` any
-time, ``end`` last (with the report of what was captured). All other values are numbers and words.
+comes every ``log_interval`` steps, ``validation`` after each validation, ``checkpoint`` after each save, ``warning``
+any time, ``end`` last (with the report of what was captured). All other values are numbers and words.
 """
 
 from __future__ import annotations
