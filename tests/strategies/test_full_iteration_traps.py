@@ -52,6 +52,38 @@ def test_an_equal_value_set_again_changes_nothing(device: torch.device) -> None:
     assert compared(device, FULL, script, build=build).num_replays == 8
 
 
+def add_parameter_hook(model: Any) -> Any:
+    return model.layers[0].mix.out.weight.register_hook(lambda gradient: gradient * 2)
+
+
+def add_module_hook(model: Any) -> Any:
+    return model.layers[1].mlp.register_forward_hook(lambda module, inputs, output: output * 0.5)
+
+
+def add_accumulation_hook(model: Any) -> Any:
+    return model.norm.weight.register_post_accumulate_grad_hook(halve)
+
+
+def halve(parameter: Tensor) -> None:
+    parameter.grad.mul_(0.5)
+
+
+@pytest.mark.parametrize("add", [add_parameter_hook, add_module_hook, add_accumulation_hook])
+def test_hooks_that_come_and_go(device: torch.device, add: Any) -> None:
+    """What they compute is in the graph; a graph with other hooks is not replayed."""
+
+    def script(run: Run) -> None:
+        for step in range(9):
+            if step == 3:
+                handle = add(run.model)
+            if step == 6:
+                handle.remove()
+            run.step(1)
+
+    run = compared(device, FULL, script, build=lambda: Decoder(dropout=0.1), zero="zeros")
+    assert run.num_replays == 3 * 2
+
+
 class WithAttributes(Decoder):
     def __init__(self) -> None:
         super().__init__()

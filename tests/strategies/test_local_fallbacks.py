@@ -160,7 +160,7 @@ def test_an_attribute_that_changes(device: torch.device) -> None:
             run.step(2)
 
     run = compared(device, LOCAL, script, build=WITH_DROPOUT)
-    assert run.reasons() == {"observed": 4, "attribute layers.0.dropout changed after the capture": 4}
+    assert run.reasons() == {"observed": 4, "layers.0.dropout changed after the capture": 4}
     assert run.num_replays == (4 + 6) * 2
 
 

@@ -84,6 +84,24 @@ def tensor_hooks(model: Decoder, log: Log) -> None:
         layer.register_forward_hook(watch)
 
 
+def test_hooks_inside_a_region_that_come_and_go(device: torch.device) -> None:
+    """What they compute is replayed; where they changed, the region runs eagerly."""
+
+    def script(run: Run) -> None:
+        first = run.model.layers[0].mlp.register_forward_hook(lambda module, inputs, output: output * 0.5)
+        for step in range(8):
+            if step == 3:
+                second = run.model.layers[1].mix.register_forward_hook(lambda module, inputs, output: output * 2)
+            if step == 5:
+                second.remove()
+            if step == 6:
+                first.remove()
+            run.step(1)
+
+    run = compared(device, LOCAL, script, build=WITH_DROPOUT)
+    assert run.num_replays == 2 * 2 + 2 * 1 + 1 * 2 + 2 * 1
+
+
 INSTALLS = [module_hooks, hooks_that_change_values, parameter_hooks, changing_parameter_hooks, tensor_hooks]
 
 

@@ -91,9 +91,12 @@ class GradientHomes:
             return
         for home in self._homes.values():
             leaf, tensor = home.leaf, home.tensor
-            main = getattr(leaf, "main_grad", None)
-            if tensor.data_ptr() != home.address or (main is not tensor if home.is_main_grad else main is not None):
-                raise StaleAddressError(_how_it_moved(home, main), where="before a backward replay", fix=_FIX)
+            if home.is_main_grad:
+                is_stale = getattr(leaf, "main_grad", None) is not tensor
+            else:
+                is_stale = leaf.__dict__.get("main_grad") is not None  # the fast way to ask for what is rarely there
+            if is_stale or tensor.data_ptr() != home.address:
+                raise StaleAddressError(_how_it_moved(home), where="before a backward replay", fix=_FIX)
             gradient = leaf.grad
             if home.is_main_grad or gradient is tensor:
                 continue
@@ -138,7 +141,8 @@ _FIX = (
 )
 
 
-def _how_it_moved(home: _Home, main: Any) -> str:
+def _how_it_moved(home: _Home) -> str:
+    main = getattr(home.leaf, "main_grad", None)
     name = "main_grad" if home.is_main_grad or main is not None else "grad"
     what = f"{name} of a parameter of shape {tuple(home.leaf.shape)}"
     if home.is_main_grad and main is None:

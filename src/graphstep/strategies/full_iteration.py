@@ -51,8 +51,9 @@ class FullCudaGraphWrapper:
     There is one graph for each key: training or forward-only, number of microbatches, layout and non-tensor values of
     the batches, training flags, grad and autocast modes. A key that was not seen warms up and is captured anew; it is
     never served by the graph of another key. Past ``max_graphs`` keys, further ones run eagerly and are counted.
-    When a plain attribute of a module has changed since a capture (a dropout probability, say), its graph is dropped
-    and captured again after a new warmup; attributes that the step itself sets do not count.
+    When a plain attribute of a module (a dropout probability, say) or the hooks on a module or parameter have changed
+    since a capture, its graph is dropped and captured again after a new warmup; attributes that the step itself sets
+    do not count. Hooks run when the step is captured and not when it is replayed: what they compute is in the graph.
 
     Gradients accumulate inside the graph into ``main_grad`` or ``.grad``; the optimizer, gradient clipping and logging
     stay outside. The order of microbatches and of random draws is that of the wrapped function, so results equal eager
@@ -220,7 +221,8 @@ class FullCudaGraphWrapper:
 
         stats = self._stats(forward_only)
         named = [("", self._model)]
-        attributes, watched = Attributes(self._model.named_modules()), self._session.watch(named)
+        modules = list(self._model.named_modules())
+        attributes, watched = Attributes(modules, hooks_of=modules, parameters_of=modules), self._session.watch(named)
         observation = iteration.observation
         try:
             observation = observation or self._session.observe(step)

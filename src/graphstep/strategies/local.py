@@ -27,8 +27,9 @@ class LocalGraphs:
 
     While this object is open, the ``forward`` of each captured layer is replaced on the instance; :meth:`close` puts it
     back. Evaluation (grad mode off) runs eagerly and is counted as such: a graph captured in training is never used for
-    it. So does a call whose signature differs from the captured one, and one after a plain attribute of a module in the
-    region has changed.
+    it. So does a call whose signature differs from the captured one, and one after a plain attribute or the hooks of a
+    module in the region have changed. Hooks on a layer and on parameters run as always; hooks on modules inside a
+    captured region run when it is captured and not when it is replayed: what they compute is in the graph.
 
     Args:
         forward_backward_func: runs the step; called with batches on the session's device.

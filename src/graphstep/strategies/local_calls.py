@@ -37,7 +37,8 @@ class RegionCalls:
     def use(self, pairs: Sequence[GraphPair], guard: PlanGuard) -> None:
         """Replay ``pairs``, one a slot, in an order that ``guard`` allows."""
         self._pairs, self._guard = pairs, guard
-        self._attributes = Attributes(self._modules)
+        # Those of the layer itself run around it; those of parameters run whoever computes the gradient.
+        self._attributes = Attributes(self._modules, hooks_of=self._modules[1:])
         self._why_not = "" if pairs else "no gradient in the first step"
         for pair in pairs:
             pair.is_held()
@@ -50,7 +51,7 @@ class RegionCalls:
         """Look whether the attributes of the modules are as captured."""
         changed = self._attributes.changed() if self._attributes is not None else []
         if self._pairs:
-            self._why_not = f"attribute {changed[0]} changed after the capture" if changed else ""
+            self._why_not = f"{changed[0]} changed after the capture" if changed else ""
 
     def __call__(self, carried: Carried, context: Carried) -> Carried:
         """Run the region on its arguments."""
