@@ -66,7 +66,10 @@ def test_a_finished_run_writes_nothing_new(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
-        ({"model": {"hidden_size": 32}}, ["hidden_size: expected 32, found 16", "embedding.weight: expected [384, 32]"]),
+        (
+            {"model": {"hidden_size": 32}},
+            ["hidden_size: expected 32, found 16", "embedding.weight: expected [384, 32]"],
+        ),
         ({"model": {"num_attention_heads": 4}}, ["num_attention_heads: expected 4, found 2"]),
         ({"bf16": True}, ["bfloat16"]),
         ({"seed": 5}, ["seed"]),
