@@ -117,6 +117,17 @@ def test_json_that_is_no_state_is_refused(tmp_path: Path, text: str) -> None:
         open_checkpoint(folder)
 
 
+def test_hostile_json_is_refused(tmp_path: Path) -> None:
+    folder = save_checkpoint(tmp_path, training_state(5))
+    state = json.loads((folder / STATE).read_text())
+    (folder / STATE).write_text(json.dumps({**state, "data": {"train": 5}}))
+    with pytest.raises(CheckpointError, match="of the wrong type"):
+        open_checkpoint(folder)
+    (folder / STATE).write_text("[" * 100_000)
+    with pytest.raises(CheckpointError, match="truncated or damaged"):
+        open_checkpoint(folder)
+
+
 def test_a_newer_format_is_refused(tmp_path: Path) -> None:
     folder = save_checkpoint(tmp_path, training_state(5))
     state = json.loads((folder / STATE).read_text())
@@ -167,6 +178,10 @@ def test_missing_checkpoints_are_named(tmp_path: Path) -> None:
     (tmp_path / TRACKER).write_text("10\n")
     with pytest.raises(CheckpointError, match=r"(?s)iter_0000010, which does not exist.*iter_0000005"):
         find_checkpoint(tmp_path)
+    for digits in (300, 5000):
+        (tmp_path / TRACKER).write_text("9" * digits)
+        with pytest.raises(CheckpointError, match="should hold an iteration number"):
+            find_checkpoint(tmp_path)
 
 
 class Crash(BaseException):

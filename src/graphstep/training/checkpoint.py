@@ -33,6 +33,9 @@ TRACKER = "latest_checkpointed_iteration.txt"
 STATE = "state.json"
 MODEL, OPTIMIZER, RANDOM = "model.safetensors", "optimizer.safetensors", "random.safetensors"
 
+_MAX_DIGITS = 18
+"""Longest iteration number that a pointer can hold: longer ones are damage, and no name of a folder."""
+
 _DTYPES: Final = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -131,7 +134,7 @@ def find_checkpoint(path: Path) -> Path:
     if not tracker.is_file():
         raise _missing(f"{path} holds no checkpoint: neither {STATE} nor {TRACKER}", path)
     text = tracker.read_text(encoding="utf-8", errors="replace").strip()
-    if not (text.isascii() and text.isdigit()):
+    if not (text.isascii() and text.isdigit() and len(text) <= _MAX_DIGITS):
         raise _missing(f"{tracker.name} should hold an iteration number, and holds {text[:40]!r}", tracker)
     folder = path / folder_name(int(text))
     for candidate in (folder, folder.with_name(folder.name + REPLACED_SUFFIX)):
@@ -235,13 +238,16 @@ def _read_state(path: Path, problems: list[Problem]) -> dict[str, Any]:
     except OSError as error:
         problems.append(_broken(path, f"the file cannot be read: {error.strerror}"))
         return {}
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         problems.append(_broken(path, f"the file is truncated or damaged: {error}"))
         return {}
     types = {"format": int, "iteration": int, "architecture": dict, "data": dict, "progress": dict}
     wrong = [k for k, kind in types.items() if not isinstance(state, dict) or not isinstance(state.get(k), kind)]
     if wrong:
         problems.append(_broken(path, f"missing or of the wrong type: {', '.join(wrong)}"))
+        return {}
+    if not isinstance(state["data"].get("train", {}), dict):
+        problems.append(_broken(path, "the state of the training data is of the wrong type"))
         return {}
     if state["format"] != FORMAT:
         problems.append(_broken(path, f"expected format {FORMAT}, found format {state['format']}"))

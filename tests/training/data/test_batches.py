@@ -94,7 +94,7 @@ def test_state_of_another_order_is_refused() -> None:
         other.load_state_dict(state)
     assert [problem.what.split()[0] for problem in caught.value.problems] == ["num_samples", "seed", "shuffle"]
     assert other.consumed_samples == 5
-    for bad in (None, -1, "3", 1.5):
+    for bad in (None, -1, "3", 1.5, True, 2**63, 10**30):
         with pytest.raises(CheckpointError, match="consumed_samples"):
             other.load_state_dict({**other.state_dict(), "consumed_samples": bad})
     weighted = BatchIterator(BlendedDataset([windows(4), windows(5)], weights=[1, 2]), micro_batch_size=2, seed=3)

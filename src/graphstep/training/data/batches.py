@@ -13,6 +13,9 @@ from graphstep.errors import CheckpointError, ConfigError, Problem
 from graphstep.training.data.datasets import BlendedDataset, Dataset
 from graphstep.training.data.order import BlendOrder, EpochOrder, SampleOrder, pattern_counts
 
+_MAX_POSITION = 2**62
+"""More samples than a run can draw; positions beyond it do not fit into 64 bits."""
+
 
 class BatchIterator:
     """Endless batches of a dataset.
@@ -107,9 +110,9 @@ class BatchIterator:
         """
         problems = []
         consumed = state.get("consumed_samples")
-        position = consumed if isinstance(consumed, int) else -1
-        if position < 0:
-            what = f"consumed_samples is {consumed!r}, not a number >= 0"
+        position = consumed if isinstance(consumed, int) and not isinstance(consumed, bool) else -1
+        if not 0 <= position <= _MAX_POSITION:
+            what = f"consumed_samples is {consumed!r}, not a number from 0 to {_MAX_POSITION}"
             fix = "use the state_dict() of a BatchIterator"
             problems.append(Problem(code="checkpoint-data", what=what, where="state of the data iterator", fix=fix))
         for name, now in self._identity().items():
