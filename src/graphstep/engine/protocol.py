@@ -46,7 +46,7 @@ class Recording(Protocol):
 
 @runtime_checkable
 class Engine(Protocol):
-    """Captures functions on one device. One engine owns one memory pool and belongs to one session."""
+    """Captures functions on one device. Belongs to one session and owns the memory of its recordings, lane by lane."""
 
     @property
     def name(self) -> str:
