@@ -302,6 +302,59 @@ def test_a_parameter_without_gradient_has_none_afterwards(device: torch.device) 
     runs[1].strategy.close()
 
 
+def stepping(make: Callable[[Any], torch.optim.Optimizer]) -> Callable[..., Tensor]:
+    optimizers: dict[int, torch.optim.Optimizer] = {}
+
+    def forward_backward(*, model: nn.Module, **arguments: Any) -> Tensor:
+        if id(model) not in optimizers:
+            optimizers[id(model)] = make(model.parameters())
+        losses = run_microbatches(model=model, **arguments)
+        optimizers[id(model)].step()
+        return losses
+
+    return forward_backward
+
+
+def test_an_optimizer_inside_the_step_is_refused(device: torch.device) -> None:
+    """B42: its learning rate would be baked in."""
+    run = Run(device, FULL, forward_backward=stepping(lambda parameters: torch.optim.SGD(parameters, lr=0.1)))
+    error = failing_after(run, 1)
+    assert "learning rate" in error.what
+    assert differences(run.trace[-2:-1], run.trace[-1:]) == []
+    torch.optim.SGD(run.model.parameters(), lr=0.1).step()
+    run.strategy.close()
+
+
+class Descent(torch.optim.Optimizer):
+    def __init__(self, parameters: Any, lr: Tensor) -> None:
+        super().__init__(parameters, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.sub_(parameter.grad * group["lr"])
+
+
+def test_an_optimizer_with_its_rate_on_the_device_may_step_inside(device: torch.device) -> None:
+    rates: list[Tensor] = []
+
+    def make(parameters: Any) -> torch.optim.Optimizer:
+        rates.append(torch.tensor(0.1, device=device))
+        return Descent(parameters, rates[-1])
+
+    traces = []
+    for impl in ("none", FULL):
+        run = Run(device, impl, forward_backward=stepping(make))
+        for _ in range(6):
+            run.step(2, optimize=False)
+            rates[-1].mul_(0.5)
+        traces.append(run.trace)
+        run.strategy.close()
+    assert differences(*traces) == []
+
+
 class Sparse(Decoder):
     """An embedding whose gradient is sparse."""
 

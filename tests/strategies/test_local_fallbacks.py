@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.strategies.models import Decoder, run_microbatches
+from tests.strategies.models import Decoder, Layer, run_microbatches
 from tests.strategies.runs import Run, compared
 from torch import Tensor, nn
 
@@ -162,6 +162,23 @@ def test_an_attribute_that_changes(device: torch.device) -> None:
     run = compared(device, LOCAL, script, build=WITH_DROPOUT)
     assert run.reasons() == {"observed": 4, "layers.0.dropout changed after the capture": 4}
     assert run.num_replays == (4 + 6) * 2
+
+
+class SetsAttributes(Layer):
+    """Assigns attributes in its forward, as weights that are computed anew do."""
+
+    def _mlp(self, x: Tensor, *context: Tensor) -> Tensor:
+        self.computed = x.detach() * 2
+        return super()._mlp(x, *context)
+
+
+def test_an_attribute_that_the_layer_sets_itself(device: torch.device) -> None:
+    def script(run: Run) -> None:
+        for _ in range(4):
+            run.step(1)
+            run.evaluate(1)
+
+    assert compared(device, LOCAL, script, build=partial(Decoder, layer=SetsAttributes)).num_replays == 2 * 3
 
 
 def test_a_hook_on_a_gradient_that_comes_later(device: torch.device) -> None:

@@ -19,6 +19,7 @@ from graphstep.capture.static_inputs import StaticInputs, to_device
 from graphstep.capture.tree import flatten
 from graphstep.engine import Recording
 from graphstep.errors import CaptureError, ConfigError, Problem
+from graphstep.strategies.baked_rates import optimizers_refused
 from graphstep.strategies.protocol import ForwardBackward
 
 STAGES = ("training", "validation")
@@ -230,7 +231,8 @@ class FullCudaGraphWrapper:
                 iteration.homes.add(observation.leaves)
             gradients = [(leaf, leaf.grad) for leaf in observation.leaves]
             try:
-                recording = self._session.capture(stats, step, observation=observation)
+                with optimizers_refused():
+                    recording = self._session.capture(stats, step, observation=observation)
                 if problem := _problem_of(recording.result, gradients, watched):
                     self._session.release([recording], stats)
                     raise problem

@@ -96,7 +96,7 @@ class LocalGraphs:
             return
         plan, self._observer = self._observer.plan, None
         for layer in self._layers:
-            layer.stop_observing()
+            layer.start_capture()
         regions = [calls.region for layer in self._layers for calls in layer.regions]
         watched = self._session.watch([("", self._model)])
         try:

@@ -34,11 +34,17 @@ class RegionCalls:
         self._guard: PlanGuard | None = None
         self._busy: set[int] = set()
 
+    def start_capture(self) -> None:
+        """Run eagerly without reporting, and note what the capture has to find again."""
+        self.observer = None
+        # Hooks of the layer itself run around it; those of parameters run whoever computes the gradient.
+        self._attributes = Attributes(self._modules, hooks_of=self._modules[1:])
+
     def use(self, pairs: Sequence[GraphPair], guard: PlanGuard) -> None:
         """Replay ``pairs``, one a slot, in an order that ``guard`` allows."""
         self._pairs, self._guard = pairs, guard
-        # Those of the layer itself run around it; those of parameters run whoever computes the gradient.
-        self._attributes = Attributes(self._modules, hooks_of=self._modules[1:])
+        if self._attributes is not None:
+            self._attributes.ignore_changed()
         self._why_not = "" if pairs else "no gradient in the first step"
         for pair in pairs:
             pair.is_held()

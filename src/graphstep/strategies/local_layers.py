@@ -87,10 +87,10 @@ class GraphedLayer:
         for calls in self.regions:
             calls.observer = observer
 
-    def stop_observing(self) -> None:
-        """Run eagerly without reporting."""
+    def start_capture(self) -> None:
+        """Run eagerly from now on, until :meth:`use`."""
         for calls in self.regions:
-            calls.observer = None
+            calls.start_capture()
 
     def start_step(self) -> None:
         """Before each step: look whether the captured values of attributes still hold."""
