@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import shlex
 import subprocess
 import sys
 import types
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import pytest
 
@@ -114,6 +117,7 @@ def test_train_gets_its_words_and_gives_the_exit_code(
     [
         (DataError(Problem("data-missing", "no such file", "--data-path x", "name a file")), 2, "graphstep: 1 problem"),
         (CaptureError("item() reads a value", where="model.py:3", fix="keep it on the device"), 1, "graphstep: failed"),
+        (PermissionError(errno.EACCES, "Permission denied", "x/log.jsonl"), 1, "graphstep: failed"),
         (KeyboardInterrupt(), 130, "graphstep: interrupted"),
     ],
 )
@@ -190,6 +194,25 @@ def test_a_closed_pipe_is_no_traceback(words: list[str]) -> None:
         process.stdout.close()
         assert process.stderr.read() == ""
     assert process.returncode == 1
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+@pytest.mark.parametrize("words", [["config"], ["config", "--json"], ["migrate", "--", "--enable-cuda-graph"]])
+def test_a_full_disk_is_no_traceback(words: list[str]) -> None:
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [*PROGRAM, *words], stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, check=False
+        )
+    assert done.returncode == 1
+    assert "the system refused: No space left on device" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert "Exception" not in done.stderr
+
+
+def test_a_closed_standard_output_is_no_traceback() -> None:
+    line = shlex.join([*PROGRAM, "config"]) + " >&-"
+    done = subprocess.run(["sh", "-c", line], stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_config_says_what_is_captured_and_where_values_come_from(

@@ -122,6 +122,25 @@ def test_a_folder_without_permission(capsys: pytest.CaptureFixture[str]) -> None
     assert "no permission" in refused((*MOCK, "--save", "locked/run"), capsys)
 
 
+@pytest.mark.parametrize("option", ["--data-path", "--load", "--save", "--log-jsonl", "--tensorboard-dir"])
+@pytest.mark.parametrize("name", ["a" * 300, "closed/inside"], ids=["too-long", "closed"])
+def test_paths_that_cannot_be_looked_at(option: str, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    closed = Path("closed")
+    closed.mkdir(mode=0o000)
+    try:
+        if name.startswith("closed") and os.access(closed, os.R_OK):
+            pytest.skip("this user may read every folder")
+        text = refused((*TINY, option, name), capsys)
+    finally:
+        closed.chmod(0o700)
+    assert option in text or name in text
+
+
+def test_a_tokenizer_that_cannot_be_looked_at(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", "a" * 300)
+    assert "tokenizer-missing" in refused((*MOCK, *words), capsys)
+
+
 def test_tensorboard_is_not_installed(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     found = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "tensorboard" else found(name))

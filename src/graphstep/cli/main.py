@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from graphstep.cli.problems import print_error, print_notices
+from graphstep.cli.problems import print_error, print_notices, print_os_error
 from graphstep.config import from_argv
 from graphstep.config.help import help_text
 from graphstep.config.suggest import suggestion
@@ -36,8 +37,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: words, without the name of the program; those of this process if None.
 
     Returns:
-        Exit code: that of the command; 1 when it failed or nobody reads its output any more, 2 for bad input, 130 after
-        Ctrl-C.
+        Exit code: that of the command; 1 when it failed, the system refused, or nobody reads its output any more; 2 for
+        bad input; 130 after Ctrl-C.
     """
     try:
         return _dispatch(list(sys.argv[1:] if argv is None else argv))
@@ -53,6 +54,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         # The interpreter flushes standard output once more when it ends.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_FAILED
+    except OSError as error:
+        if error.filename is None and error.errno == errno.ENOSPC:
+            # What standard output still holds would fail once more when the interpreter ends.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        print_os_error(error)
         return EXIT_FAILED
 
 
@@ -75,7 +82,8 @@ def _dispatch(words: Sequence[str]) -> int:
         print(command.help(), end="")
         return EXIT_OK
     code = command.run(rest)
-    sys.stdout.flush()
+    if sys.stdout is not None:  # None: the shell closed it
+        sys.stdout.flush()
     return code
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 from collections.abc import Iterator, Sequence
@@ -42,6 +43,23 @@ def print_error(error: GraphstepError, stream: TextIO | None = None) -> None:
         "\n".join(["graphstep: failed", *_lines(Problem(kind, error.what, error.where, error.fix))]),
         file=stream or sys.stderr,
     )
+
+
+def print_os_error(error: OSError, stream: TextIO | None = None) -> None:
+    """Print what the system refused while a command ran, such as the output to a full disk.
+
+    Args:
+        error: an error that no part of the program could say more about.
+        stream: standard error if None.
+    """
+    where = "" if error.filename is None else printable(str(error.filename))
+    fix = (
+        "free space on the disk of the output and logs" if error.errno == errno.ENOSPC else "check path and permissions"
+    )
+    problem = Problem(
+        "system", f"the system refused: {error.strerror or error}", where or "output or log of the command", fix
+    )
+    print("\n".join(["graphstep: failed", *_lines(problem)]), file=stream or sys.stderr)
 
 
 def print_notices(notices: Sequence[Notice], stream: TextIO | None = None) -> None:

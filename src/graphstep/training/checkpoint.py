@@ -124,8 +124,19 @@ def find_checkpoint(path: Path) -> Path:
     """Return the checkpoint folder that ``path`` means: itself, or the latest below it.
 
     Raises:
-        CheckpointError: there is none.
+        CheckpointError: there is none, or it may not be read.
     """
+    try:
+        return _find_checkpoint(path)
+    except OSError as error:
+        what = f"{path} cannot be read: {error.strerror or error}"
+        fix = "name a folder that you may read, or leave --load out to start afresh"
+        raise CheckpointError(
+            Problem("checkpoint-missing", what, where=str(error.filename or path), fix=fix)
+        ) from error
+
+
+def _find_checkpoint(path: Path) -> Path:
     if (path / STATE).is_file():
         return path
     if not path.is_dir():
@@ -212,10 +223,10 @@ def _tensors(path: Path) -> list[tuple[str, Tensor]]:
 
 def _read_specs(path: Path, iteration: int | None, problems: list[Problem]) -> dict[str, TensorSpec] | None:
     """Return the specs of a file's tensors, or None after adding a problem. The library checks the size of the file."""
-    if not path.is_file():
-        problems.append(_broken(path, "the file is missing"))
-        return None
     try:
+        if not path.is_file():
+            problems.append(_broken(path, "the file is missing"))
+            return None
         with safe_open(path, framework="pt") as file:
             slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - not a dict
             written = (file.metadata() or {}).get("iteration")

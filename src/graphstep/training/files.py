@@ -65,6 +65,13 @@ def remove_leftovers(root: Path) -> None:
 
 def unwritable_reason(path: Path, *, is_folder: bool) -> str | None:
     """Return why ``path`` cannot be created or written to, or None; looks only, and creates nothing."""
+    try:
+        return _unwritable_reason(path, is_folder=is_folder)
+    except OSError as error:  # a folder above may not be entered, or a name is too long
+        return f"{path}: {error.strerror or error}"
+
+
+def _unwritable_reason(path: Path, *, is_folder: bool) -> str | None:
     if path.exists() and path.is_dir() != is_folder:
         return f"{path} is a {'file' if is_folder else 'folder'}"
     nearest = path if path.exists() else path.parent

@@ -51,10 +51,12 @@ def parse_data_path(words: Sequence[str]) -> tuple[Source, ...]:
     prefixes = []
     text: list[str] = []
     for word, weight in zip(words, weights, strict=True):
-        prefix = _indexed_prefix(word)
+        prefix, is_text = _found(word, problems)
         if prefix is not None:
             prefixes.append(prefix)
-        elif Path(word).exists():
+        elif is_text is None:
+            continue
+        elif is_text:
             text.append(word)
         elif weight is not None:
             fix = "give each path one weight before it (0.3 prefixA 0.7 prefixB), or no path a weight"
@@ -74,8 +76,8 @@ def _weighted(paths: Sequence[str], weights: Sequence[float]) -> tuple[Source, .
     problems: list[Problem] = []
     sources = []
     for path, weight in zip(paths, weights, strict=True):
-        prefix = _indexed_prefix(path)
-        if prefix is None and not Path(path).exists():
+        prefix, is_text = _found(path, problems)
+        if prefix is None and is_text is False:
             problems.append(missing_path(path))
         if not (weight > 0 and math.isfinite(weight)):
             fix = "use a finite weight above 0, or leave the path out"
@@ -85,6 +87,18 @@ def _weighted(paths: Sequence[str], weights: Sequence[float]) -> tuple[Source, .
     if problems:
         raise DataError(problems)
     return tuple(sources)
+
+
+def _found(word: str, problems: list[Problem]) -> tuple[str | None, bool | None]:
+    """The prefix of an indexed dataset, if any, and whether there is a path; None after adding a problem."""
+    try:
+        prefix = _indexed_prefix(word)
+        return prefix, prefix is None and Path(word).exists()
+    except OSError as error:
+        what = f"the path cannot be looked at: {error.strerror or error}"
+        fix = "name data in a folder that you may read"
+        problems.append(Problem(code="data-missing", what=what, where=f"--data-path {word}", fix=fix))
+        return None, None
 
 
 def _indexed_prefix(word: str) -> str | None:

@@ -85,9 +85,9 @@ class HuggingFaceTokenizer:
 
     def __init__(self, path: str | Path, *, eod_token: str | None = None) -> None:
         self.path = Path(path)
-        if self.path.is_dir():
-            self.path = self.path / "tokenizer.json"
         try:
+            if self.path.is_dir():
+                self.path = self.path / "tokenizer.json"
             content = self.path.read_bytes()
         except OSError as error:
             raise DataError(
