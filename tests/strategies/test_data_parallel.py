@@ -27,9 +27,12 @@ def one_process(device: torch.device) -> Iterator[None]:
 
 
 def doubled(_state, bucket):  # type: ignore[no-untyped-def]
-    """Without annotations: DDP compares them with types, and here they would be strings."""
-    future = dist.all_reduce(bucket.buffer(), async_op=True).get_future()
-    return future.then(lambda done: done.value()[0] * 2)
+    """Doubled before the reduction: what a callback computes runs in a thread of the backend, which no tape sees.
+
+    Without annotations: DDP compares them with types, and here they would be strings.
+    """
+    future = dist.all_reduce(bucket.buffer().mul_(2), async_op=True).get_future()
+    return future.then(lambda done: done.value()[0])
 
 
 def build(**options: Any) -> nn.Module:
