@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphstep.capture import autograd_private
 from graphstep.capture.gradients import GradientHomes, has_gradient_hooks, hooks_off, leaves_reached
 from graphstep.capture.observe import Observation
 from graphstep.capture.randomness import NoRandomness
@@ -205,7 +204,7 @@ class GraphPair:
 
         The first call, before any replay, tells how many holders there are without the callers of replays.
         """
-        now = [autograd_private.num_holders(output) for output in self.outputs]
+        now = [torch_private.num_holders(output) for output in self.outputs]
         if self._num_holders is None:
             self._num_holders = now
         return now != self._num_holders

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from graphstep.capture import autograd_private
+from graphstep.engine import torch_private
 from graphstep.errors import LifecycleError
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ class Replay(torch.autograd.Function):
                 where=ctx.pair.region.name,
                 fix="add up the losses and call backward once, or leave this module out of the captured ones",
             )
-        if ctx.pair.accumulates and not autograd_private.will_accumulate(ctx.next_functions[-1][0]):
+        if ctx.pair.accumulates and not torch_private.will_accumulate(ctx.next_functions[-1][0]):
             raise LifecycleError(
                 "gradients of chosen tensors were asked for (autograd.grad, or backward with inputs=...); the captured "
                 "backward would also add to the gradients of its parameters",

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from graphstep.capture import autograd_private
 from graphstep.capture.attributes import Attributes
 from graphstep.capture.graph_pair import GraphPair
 from graphstep.capture.plan import Event, Phase, PlanGuard, PlanObserver, lowest_free
@@ -15,6 +14,7 @@ from graphstep.capture.region import Region
 from graphstep.capture.report import RegionStats
 from graphstep.capture.session import GraphSession
 from graphstep.capture.signature import Signature
+from graphstep.engine import torch_private
 
 Carried = tuple[Tensor, ...]
 
@@ -63,7 +63,7 @@ class RegionCalls:
         """Run the region on its arguments."""
         if not torch.is_grad_enabled():
             return self._eager(carried, context, "evaluation")
-        if autograd_private.saved_tensors_are_taken():
+        if torch_private.saved_tensors_are_taken():
             # Recompute and offloading work on what autograd saves; a replay saves nothing.
             return self._eager(carried, context, "recompute or offloading of saved tensors")
         signature = Signature.of((carried, context), device_type=self._device_type, modules=self.region.modules)
@@ -119,7 +119,7 @@ class _ObservedCall:
     def backward_begins(self, _gradient: Tensor) -> None:
         if self._is_open:
             self._is_open = False
-            self._observer.backward(self._region, self._slot, autograd_private.backward_pass())
+            self._observer.backward(self._region, self._slot, torch_private.backward_pass())
 
     def __del__(self) -> None:
         if self._is_open:
