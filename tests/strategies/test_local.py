@@ -65,6 +65,10 @@ def test_autocast_that_comes_later_is_another_signature(device: torch.device) ->
 
     run = compared(device, LOCAL, script)
     assert run.reasons() == {"observed": 2, "another signature": 4}
+    (row, *_) = run.report.rows
+    assert len(row.last_mismatch) >= 1
+    assert any("autocast was (False" in text and "is (True" in text for text in row.last_mismatch)
+    assert row.last_mismatch[0] in run.report.to_json()["regions"][0]["last_mismatch"]
 
 
 @pytest.mark.parametrize("context", ["buffer", "expanded", "fresh"])

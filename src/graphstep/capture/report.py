@@ -25,6 +25,8 @@ class RegionStats:
     num_replays: int = 0
     eager_calls: Counter[str] = field(default_factory=Counter)
     """Calls that ran eagerly, by reason."""
+    last_mismatch: tuple[str, ...] = ()
+    """What differed from the captured signature, with paths, when a call last ran eagerly for that."""
 
     def copy(self) -> RegionStats:
         """The counts of this moment."""
@@ -65,6 +67,8 @@ class CaptureReport:
             table.add_column(name, justify="right" if justify == "right" else "left")
         for row in self.rows:
             eager = ", ".join(f"{count} {reason}" for reason, count in row.eager_calls.items())
+            if row.last_mismatch:
+                eager += f" (last: {'; '.join(row.last_mismatch)})"
             table.add_row(
                 escape(row.name),
                 row.kind,
@@ -72,7 +76,7 @@ class CaptureReport:
                 str(row.num_operations),
                 f"{row.capture_seconds:.2f}",
                 str(row.num_replays),
-                eager,
+                escape(eager),
             )
         return table
 
@@ -94,6 +98,7 @@ class CaptureReport:
                     "static_bytes": row.static_bytes,
                     "num_replays": row.num_replays,
                     "eager_calls": dict(row.eager_calls),
+                    "last_mismatch": list(row.last_mismatch),
                 }
                 for row in self.rows
             ],

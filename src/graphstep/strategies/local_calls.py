@@ -33,6 +33,7 @@ class RegionCalls:
         self._pairs: Sequence[GraphPair] = ()
         self._guard: PlanGuard | None = None
         self._busy: set[int] = set()
+        self._mismatched: Signature | None = None
 
     def start_capture(self) -> None:
         """Run eagerly without reporting, and note what the capture has to find again."""
@@ -86,7 +87,12 @@ class RegionCalls:
             return "more microbatches in flight than at capture"
         pair = self._pairs[slot]
         if signature != pair.signature:
-            return "evaluation" if signature.training != pair.signature.training else "another signature"
+            if signature.training != pair.signature.training:
+                return "evaluation"
+            if self._mismatched != signature:
+                self._mismatched = signature
+                self._stats.last_mismatch = tuple(pair.signature.differences(signature, "call"))
+            return "another signature"
         if pair.moved_inputs(tensors):
             return "an argument that the model owns has moved"
         if pair.is_held():
