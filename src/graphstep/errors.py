@@ -89,7 +89,7 @@ class CaptureError(GraphstepError, RuntimeError):
 
 
 class InputMismatchError(GraphstepError, ValueError):
-    """Arguments of a replay differ from those of the capture. All differences are listed; nothing was replayed."""
+    """Arguments that no recording can serve. All of them are listed with their paths; nothing was captured or replayed."""
 
 
 class StaleAddressError(GraphstepError, RuntimeError):
