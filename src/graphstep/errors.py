@@ -89,7 +89,7 @@ class CaptureError(GraphstepError, RuntimeError):
 
 
 class InputMismatchError(GraphstepError, ValueError):
-    """Arguments that no recording can serve. All of them are listed with their paths; nothing was captured or replayed."""
+    """Arguments that no recording can serve, all listed with their paths. Nothing was captured or replayed."""
 
 
 class StaleAddressError(GraphstepError, RuntimeError):
