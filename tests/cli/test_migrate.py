@@ -136,6 +136,7 @@ def test_options_without_a_program_are_a_command_line_too(capsys: pytest.Capture
         (["--kind"], "unknown-choice"),
         (["--in-place", "--", "x"], "migrate-no-file"),
         (["--in-place", "-"], "migrate-stdin"),
+        (["-"], "migrate-stdin"),
         (["--in-place", "--check", "x"], "migrate-contradiction"),
         (["none.sh"], "file-unreadable"),
         (["pyproject.toml"], "migrate-kind"),
@@ -147,6 +148,7 @@ def test_bad_input(
     argv: list[str], code: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(Path(__file__).parents[2])
+    monkeypatch.setattr("sys.stdin", None)  # as with a standard input that the shell closed
     assert cli.main(["migrate", *argv]) == 2
     captured = capsys.readouterr()
     assert captured.out == ""

@@ -102,6 +102,21 @@ def test_everything_wrong_is_said_at_once_with_its_line(tmp_path: Path) -> None:
     assert found["cuda-graph-modules-choice", ":9"] == "did you mean attn?"
 
 
+@pytest.mark.parametrize("key", ["check_for_nan_in_loss_and_grad: false", "no_check_for_nan_in_loss_and_grad: true"])
+def test_a_switch_has_the_name_that_turns_it_off_too(key: str, tmp_path: Path) -> None:
+    config = from_file(write(tmp_path, f"{key}\ngraphs: {{impl: full_iteration}}\ndisable_bias_linear: true\n"), env={})
+    assert not config.training.check_for_nan_in_loss_and_grad
+    assert not config.model.add_bias_linear
+    both = "no_check_for_nan_in_loss_and_grad: false\ncheck_for_nan_in_loss_and_grad: true\n"
+    assert [p.code for p in problems(tmp_path, both)] == ["given-twice"]
+    assert [p.code for p in problems(tmp_path, "disable_bias_linear: 3\n")] == ["add-bias-linear-type"]
+
+
+def test_a_byte_order_mark_is_no_key(tmp_path: Path) -> None:
+    for name, text in (("run.yaml", "lr: 0.5"), ("run.toml", "lr = 0.5")):
+        assert from_file(write(tmp_path, f"\ufeff{text}\r\n", name), env={}).training.lr == 0.5
+
+
 def test_rules_about_several_options_have_the_line_of_the_first(tmp_path: Path) -> None:
     (problem,) = problems(tmp_path, "lr: 1\ngraphs:\n  impl: full_iteration\n")
     assert problem.code == "full-iteration-nan-check"
@@ -127,6 +142,10 @@ def test_toml_has_lines_too(tmp_path: Path) -> None:
         ("run.yaml", "lr: 2001-99-99\n", "yaml-value", ":1"),
         ("run.toml", "a = 1\nb = [", "toml-syntax", ""),
         ("run.toml", "[a\n", "toml-syntax", ":1"),
+        ("run.toml", "a = " + "[" * 100_000, "toml-syntax", ""),
+        ("run.yaml", "\n[lr]: 1\n", "file-shape", ":2"),
+        ("run.yaml", "lr: 1\ngraphs: local\n", "section-value", ":2"),
+        ("run.toml", "graphs = 'local'\n", "section-value", ":1"),
         ("run.json", "{}", "file-kind", ""),
         ("run", "", "file-kind", ""),
     ],

@@ -102,6 +102,8 @@ def _migrate_files(request: _Request) -> list[Rewrite]:
 
 def _migrate_file(path: str, kind: str) -> Rewrite:
     if path == "-":
+        if sys.stdin is None:
+            raise ConfigError(Problem("migrate-stdin", "standard input is closed", "-", "name a file"))
         text, source = decoded(sys.stdin.buffer.read()), "standard input"
     else:
         text, source = read_text(path), path

@@ -33,6 +33,10 @@ SECTION_NAMES = frozenset(option.section for option in OPTIONS if option.section
 _SHORT_NAMES: Mapping[tuple[str, str], str] = {(str(o.section), o.target): o.dest for o in OPTIONS if o.section}
 _TABLE: Mapping[str, Option] = {option.dest: option for option in OPTIONS}
 _NAMES_OF_FLAGS: Mapping[str, str] = {spelling: option.dest for option in OPTIONS for spelling in option.spellings}
+_OFF_NAMES: Mapping[str, str] = {
+    flag.removeprefix("--").replace("-", "_"): option.dest for option in OPTIONS for flag in option.off_flags
+}
+"""Names of spellings that turn a switch off: true there is false for the switch."""
 _OTHER_NAMES = frozenset({*ALIASES, "cpu_offloading"})
 # fmt: off
 _GROUPS: tuple[frozenset[str], ...] = (
@@ -104,7 +108,14 @@ def values_from_file(path: str | os.PathLike[str]) -> FileReading:
     for entry in entries:
         name = _SHORT_NAMES.get((entry.section, entry.name), entry.name)
         name = ALIASES.get(name, name)
+        value = entry.value
+        if name in _OFF_NAMES and name not in _TABLE:
+            name, value = _OFF_NAMES[name], not value if isinstance(value, bool) else value
         place = f"{reading.path}:{entry.line}" if entry.line else reading.path
+        if name in SECTION_NAMES and not entry.section and name not in _TABLE:
+            what = f"{name} is a section, and holds keys and values"
+            reading.problems.append(Problem("section-value", what, place, f"put them below {name}, or leave it out"))
+            continue
         if name not in _TABLE and name not in _OTHER_NAMES:
             fix = suggestion(entry.name, [*_TABLE, *SECTION_NAMES], "graphstep train --help lists the options")
             reading.problems.append(Problem("unknown-key", f"there is no option {entry.name}", place, fix))
@@ -114,7 +125,7 @@ def values_from_file(path: str | os.PathLike[str]) -> FileReading:
             reading.problems.append(Problem("given-twice", what, place, "leave the others out"))
             continue
         reading.lines[name] = entry.line
-        _take(reading, name, _typed(name, entry.value), place, flat)
+        _take(reading, name, _typed(name, value), place, flat)
     return reading
 
 
@@ -239,7 +250,11 @@ def _yaml_entries(reading: FileReading) -> Iterator[_Entry]:
 def _yaml_mapping(reading: FileReading, node: Node, section: str) -> Iterator[_Entry]:
     for key, value in node.value:
         name, line = str(key.value), key.start_mark.line + 1
-        if value.id != "mapping":
+        if key.id != "scalar":
+            what = "a key is one word"
+            fix = "write lines such as cuda_graph_impl: local"
+            reading.problems.append(Problem("file-shape", what, f"{reading.path}:{line}", fix))
+        elif value.id != "mapping":
             try:
                 yield _Entry(name, section, construct_yaml(value, reading.path), line)
             except ConfigError as error:
@@ -255,12 +270,14 @@ def _toml_entries(reading: FileReading) -> Iterator[_Entry]:
 
     text = read_text(reading.path)
     try:
-        content = tomllib.loads(text)
+        content = tomllib.loads(text.removeprefix("\ufeff"))
     except tomllib.TOMLDecodeError as error:
         found = re.search(r"line (\d+)", str(error))
         where = f"{reading.path}:{found[1]}" if found else reading.path
         problem = Problem("toml-syntax", f"this is no TOML: {error}", where, "correct the file")
         raise ConfigError(problem) from error
+    except RecursionError as error:
+        raise ConfigError(Problem("toml-syntax", "nested too deeply", reading.path, "correct the file")) from error
     lines = _toml_lines(text)
     for name, value in content.items():
         if not isinstance(value, dict):
