@@ -122,6 +122,29 @@ def test_a_folder_without_permission(capsys: pytest.CaptureFixture[str]) -> None
     assert "no permission" in refused((*MOCK, "--save", "locked/run"), capsys)
 
 
+def test_problems_of_folders_and_data_come_together(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("file").write_text("x")
+    words = ("--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", "none.json")
+    text = refused((*TINY, "--save", "file", "--load", "nowhere", "--data-path", "nothing.txt", *words), capsys)
+    assert "4 problems" in text
+    assert all(code in text for code in ("output-path", "checkpoint-missing", "tokenizer-missing", "data-missing"))
+
+
+@pytest.mark.parametrize(
+    "size",
+    [
+        ("--hidden-size", str(2**60)),
+        ("--vocab-size", str(2**62)),
+        ("--ffn-hidden-size", str(2**62)),
+        ("--seq-length", str(2**62)),
+        ("--micro-batch-size", str(2**62)),
+    ],
+    ids=lambda size: size[0],
+)
+def test_sizes_that_no_memory_holds(size: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert "out-of-memory" in refused((*MOCK, *size), capsys)
+
+
 @pytest.mark.parametrize("option", ["--data-path", "--load", "--save", "--log-jsonl", "--tensorboard-dir"])
 @pytest.mark.parametrize("name", ["a" * 300, "closed/inside"], ids=["too-long", "closed"])
 def test_paths_that_cannot_be_looked_at(option: str, name: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from graphstep.config import CudaGraphImpl, RunConfig, from_argv
+from graphstep.errors import GraphstepError, Problem, UserInputError
 
 if TYPE_CHECKING:
     from graphstep.training.compare import Comparison
@@ -35,7 +36,26 @@ def run(argv: Sequence[str], *, console: Console | None = None) -> int:
         UserInputError: bad options, data or checkpoints: all problems at once, before anything was created.
         GraphstepError: training failed.
     """
-    return _train(from_argv(argv, for_training=True), console or Console())
+    config = from_argv(argv, for_training=True)
+    try:
+        return _train(config, console or Console())
+    except (MemoryError, RuntimeError, ValueError) as error:
+        if not _is_out_of_memory(error):
+            raise
+        what = f"there is not enough memory for this model and batch: {str(error).splitlines()[0] or 'no memory left'}"
+        where = "--num-layers, --hidden-size, --ffn-hidden-size, --vocab-size, --seq-length, --micro-batch-size"
+        fix = "lower one of them; a smaller --micro-batch-size with the same --global-batch-size trains the same"
+        raise UserInputError(Problem("out-of-memory", what, where, fix)) from error
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    """Tell whether memory ran out, or no memory could hold the sizes. PyTorch has a type for it on devices only."""
+    if isinstance(error, GraphstepError):
+        return False
+    import torch
+
+    texts = ("can't allocate memory", "not enough memory", "Storage size calculation overflowed", "array is too big")
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or any(text in str(error) for text in texts)
 
 
 def _train(config: RunConfig, console: Console) -> int:

@@ -35,7 +35,7 @@ from graphstep.training.ledger import Steadiness, StepLedger
 from graphstep.training.logging import make_logs
 from graphstep.training.optimizer import MainWeightAdamW
 from graphstep.training.schedules import learning_rate
-from graphstep.training.setup import architecture, build_model, preflight, with_vocabulary
+from graphstep.training.setup import architecture, build_model, preflight_with_data, with_vocabulary
 from graphstep.training.step import forward_backward_no_pipelining
 from graphstep.training.tensors import model_tensors
 from graphstep.training.timing import peak_memory_bytes, restart_peak_memory
@@ -107,7 +107,7 @@ class Trainer:
         on_step: Callable[[Trainer, Tensor], None] | None = None,
     ) -> None:
         training = config.training
-        self.device, self.start_checkpoint = preflight(training)
+        self.device, self.start_checkpoint = preflight_with_data(config)
         self.datasets = build_datasets(
             config.data, seq_length=config.model.seq_length, seed=training.seed, need_valid=training.eval_iters > 0
         )

@@ -14,6 +14,7 @@ from graphstep.config import ModelConfig, RunConfig, TrainingConfig
 from graphstep.errors import ConfigError, Problem, UserInputError
 from graphstep.models import GPTModel
 from graphstep.training.checkpoint import find_checkpoint
+from graphstep.training.data import check_names
 from graphstep.training.determinism import DETERMINISTIC_WORKSPACES, WORKSPACE_VARIABLE
 from graphstep.training.files import unwritable_reason
 from graphstep.training.logging import tensorboard_problem
@@ -66,6 +67,24 @@ def preflight(config: TrainingConfig, environment: Mapping[str, str] = os.enviro
     if problems:
         raise UserInputError(problems)
     return device, checkpoint
+
+
+def preflight_with_data(
+    config: RunConfig, environment: Mapping[str, str] = os.environ
+) -> tuple[torch.device, Path | None]:
+    """Do what :func:`preflight` does; when it fails, say what is wrong with the names of the data as well.
+
+    Raises:
+        UserInputError: with all problems.
+    """
+    try:
+        return preflight(config.training, environment)
+    except UserInputError as error:
+        try:
+            check_names(config.data)
+        except UserInputError as other:
+            raise UserInputError((*error.problems, *other.problems)) from error
+        raise
 
 
 def architecture(config: ModelConfig) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from graphstep.training.data.batches import BatchIterator
-from graphstep.training.data.build import Datasets, build_datasets
+from graphstep.training.data.build import Datasets, build_datasets, check_names
 from graphstep.training.data.datasets import BlendedDataset, Dataset, MockDataset, TokenWindows
 from graphstep.training.data.indexed import IndexedDataset
 from graphstep.training.data.indexed_writer import IndexedDatasetWriter
@@ -23,4 +23,5 @@ __all__ = [
     "Tokenizer",
     "build_datasets",
     "build_tokenizer",
+    "check_names",
 ]

@@ -67,21 +67,8 @@ def build_datasets(config: DataConfig, *, seq_length: int, seed: int, need_valid
             that is needed and has fewer than S + 1 tokens. All problems that can be found together are reported
             together.
     """
+    tokenizer, sources, shares = _named(config)
     problems: list[Problem] = []
-    tokenizer: Tokenizer | None = None
-    sources: tuple[Source, ...] = ()
-    try:
-        tokenizer = build_tokenizer(config.tokenizer_type, config.tokenizer_model)
-    except DataError as error:
-        problems += error.problems
-    if not config.mock_data:
-        try:
-            sources = _sources(config)
-        except DataError as error:
-            problems += error.problems
-    shares = _shares(config, problems)
-    if tokenizer is None or problems:
-        raise DataError(problems)
     notices: list[str] = []
     if isinstance(tokenizer, HuggingFaceTokenizer) and not tokenizer.has_own_eod:
         notices.append(f"the tokenizer has no end-of-document token: id {tokenizer.eod} was added for it")
@@ -108,6 +95,35 @@ def build_datasets(config: DataConfig, *, seq_length: int, seed: int, need_valid
         summary=tuple(summary),
         notices=tuple(notices),
     )
+
+
+def check_names(config: DataConfig) -> None:
+    """Check the tokenizer, the paths and the split that the options name, and read no data.
+
+    Raises:
+        DataError: all problems.
+    """
+    _named(config)
+
+
+def _named(config: DataConfig) -> tuple[Tokenizer, tuple[Source, ...], tuple[float, ...]]:
+    """Return tokenizer, sources and shares of the splits, or raise what is wrong with all of them."""
+    problems: list[Problem] = []
+    tokenizer: Tokenizer | None = None
+    sources: tuple[Source, ...] = ()
+    try:
+        tokenizer = build_tokenizer(config.tokenizer_type, config.tokenizer_model)
+    except DataError as error:
+        problems += error.problems
+    if not config.mock_data:
+        try:
+            sources = _sources(config)
+        except DataError as error:
+            problems += error.problems
+    shares = _shares(config, problems)
+    if tokenizer is None or problems:
+        raise DataError(problems)
+    return tokenizer, sources, shares
 
 
 def _sources(config: DataConfig) -> tuple[Source, ...]:
