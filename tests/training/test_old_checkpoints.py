@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -86,6 +87,19 @@ def test_code_in_a_checkpoint_does_not_run(tmp_path: Path) -> None:
     path = tmp_path / "model.pt"
     torch.save({"args": {"cuda_graph_impl": "local", "harm": _Harmful()}}, path)
     assert dict(read_switches(path).options) == {"cuda_graph_impl": "local"}
+
+
+class _Shell:
+    def __reduce__(self) -> tuple[object, ...]:
+        return (os.system, ("exit 1",))
+
+
+def test_no_error_advises_to_run_what_is_in_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "model.pt"
+    torch.save({"args": {"harm": _Shell()}}, path)
+    with pytest.raises(CheckpointError, match="which was not run") as caught:
+        read_switches(path)
+    assert "weights_only" not in str(caught.value)
 
 
 def test_files_that_are_no_checkpoints_are_refused(tmp_path: Path) -> None:

@@ -57,8 +57,12 @@ def _load(path: str) -> Any:
             return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except (OSError, EOFError, pickle.UnpicklingError, RuntimeError, ValueError, TypeError, AttributeError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        what = f"cannot read the checkpoint: {reason}"
         fix = "name a whole file that torch.save wrote"
+        if isinstance(error, pickle.UnpicklingError) and "weights_only" in reason:
+            # torch advises to run what is in the file; we do not.
+            reason = "it holds something else than plain data and tensors, which was not run"
+            fix = "name a file that Megatron-LM wrote"
+        what = f"cannot read the checkpoint: {reason}"
         raise CheckpointError(Problem("checkpoint-unreadable", what, path, fix)) from error
 
 
