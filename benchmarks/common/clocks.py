@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -44,8 +45,12 @@ class StepTimes:
     """Steps issued without waiting, one wait at the end: one value a round."""
 
 
+ROUND_MS = 250.0
+"""Least length of a round of steps on CUDA. The device waits for the host once a round, which must not count."""
+
+
 def measure_steps(run: Run, device: torch.device, *, num_steps: int, num_rounds: int = 10) -> StepTimes:
-    """Time ``num_steps`` single steps, then about as many in rounds of steps issued back to back.
+    """Time ``num_steps`` single steps, then as many or more in rounds of steps issued back to back.
 
     On CUDA between two events of the current stream, on the CPU by the wall clock.
     """
@@ -58,6 +63,8 @@ def measure_steps(run: Run, device: torch.device, *, num_steps: int, num_rounds:
         times.launch.append((time.perf_counter() - before) * 1e3)
         times.step.append(watch.stop_ms())
     steps_per_round = max(1, num_steps // num_rounds)
+    if device.type == "cuda":
+        steps_per_round = max(steps_per_round, math.ceil(ROUND_MS / statistics.median(times.step)))
     for _ in range(min(num_rounds, num_steps)):
         watch.start()
         for index in range(steps_per_round):
