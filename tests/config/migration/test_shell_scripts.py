@@ -326,3 +326,17 @@ show "${A[@]}" \\
 """
     done = subprocess.run(["bash", "-c", migrated(text)], capture_output=True, text=True, check=True)
     assert re.split(r"\|", done.stdout) == ["--cuda-graph-impl", "local", "--x", "a b", "--z", ""]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("x --cuda-graph-impl none\\\n --enable-cuda-graph\necho hi\n", "x --cuda-graph-impl local\necho hi\n"),
+        ("x --cuda-graph-impl=none\\\r\n --enable-cuda-graph\r\ny\r\n", "x --cuda-graph-impl=local\r\ny\r\n"),
+        ("A=(--cuda-graph-impl 'none'\\\n --enable-cuda-graph\n)\n", "A=(--cuda-graph-impl 'local'\n)\n"),
+        ("x --enable-cuda-graph\\\n --lr 1\n", "x --cuda-graph-impl local\\\n --lr 1\n"),
+        ("x --lr 1\\\n --cuda-graph-scope full\\\n --foo\ny\n", "x --lr 1\\\n --foo\ny\n"),
+    ],
+)
+def test_line_continuations_without_a_blank_before_them(text: str, expected: str) -> None:
+    assert migrated(text) == expected

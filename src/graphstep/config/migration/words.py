@@ -7,6 +7,7 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+_CONTINUATIONS = re.compile(r"(?:(?<!\\)\\\r?\n)+\Z")
 _PLAIN = re.compile(r"[\w@%+=:,./-]+", re.ASCII)
 
 
@@ -30,9 +31,16 @@ class Word:
         """Does it look like an option?"""
         return self.value is not None and re.match(r"--|-[A-Za-z]", self.value) is not None
 
+    @property
+    def end_of_text(self) -> int:
+        """Where it ends, without line continuations right behind it: ``none\\`` at the end of a line."""
+        tail = _CONTINUATIONS.search(self.raw)
+        return self.end - (len(tail[0]) if tail else 0)
+
     def written(self, words: Sequence[str]) -> str:
         """Return other words, quoted as this one is."""
-        quote = self.raw[0] if len(self.raw) > 1 and self.raw[0] == self.raw[-1] and self.raw[0] in "\"'" else ""
+        raw = self.raw[: self.end_of_text - self.start]
+        quote = raw[0] if len(raw) > 1 and raw[0] == raw[-1] and raw[0] in "\"'" else ""
         if quote:
             return " ".join(f"{quote}{word}{quote}" for word in words)
         return " ".join(word if _PLAIN.fullmatch(word) else shlex.quote(word) for word in words)
@@ -66,13 +74,13 @@ def edits_of(text: str, changed: Sequence[tuple[Word, Sequence[str]]]) -> list[E
         text: what the words come from.
         changed: word, and the words to write instead; none removes it, with its line if nothing else stands there.
     """
-    edits = [Edit(word.start, word.end, word.written(words)) for word, words in changed if words]
+    edits = [Edit(word.start, word.end_of_text, word.written(words)) for word, words in changed if words]
     removed: list[tuple[int, int]] = []
     for word in sorted((word for word, words in changed if not words), key=lambda word: word.start):
         if removed and re.fullmatch(r"(?:[ \t]|\\\r?\n)*", text[removed[-1][1] : word.start]):
-            removed[-1] = (removed[-1][0], word.end)
+            removed[-1] = (removed[-1][0], word.end_of_text)
         else:
-            removed.append((word.start, word.end))
+            removed.append((word.start, word.end_of_text))
     return edits + [Edit(*_with_white_space(text, start, end), "") for start, end in removed]
 
 
