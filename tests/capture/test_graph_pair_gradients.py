@@ -30,7 +30,7 @@ def eager_gradients(linear: nn.Linear, xs: list[Tensor]) -> dict[str, Tensor]:
 
 
 def test_accumulation_over_microbatches(session: GraphSession, device: torch.device, linear: nn.Linear) -> None:
-    """B01: gradients of earlier microbatches are not lost."""
+    """Gradients of earlier microbatches are not lost."""
     xs = inputs(device)
     pair = captured(session, linear, xs[0])
     for x in xs:
@@ -40,7 +40,7 @@ def test_accumulation_over_microbatches(session: GraphSession, device: torch.dev
 
 
 def test_leaf_inputs_own_their_gradients(session: GraphSession, device: torch.device, linear: nn.Linear) -> None:
-    """B01, for inputs: the gradient of one call survives the next, and two calls add up."""
+    """For inputs: the gradient of one call survives the next, and two calls add up."""
     xs = inputs(device)
     pair = captured(session, linear, xs[0])
     call(pair, xs[0]).square().sum().backward()
@@ -184,7 +184,7 @@ class NoGradient(torch.autograd.Function):
 
 
 def test_a_parameter_without_gradient_stays_without(session: GraphSession, device: torch.device) -> None:
-    """B53, and what an optimizer makes of it: weight decay passes over parameters whose gradient is ``None``."""
+    """And what an optimizer makes of it: weight decay passes over parameters whose gradient is ``None``."""
     weight, unused = (nn.Parameter(torch.ones(3, device=device)) for _ in range(2))
     x = torch.randn(3, device=device, requires_grad=True)
     pair = captured(session, lambda x: NoGradient.apply(x, weight) + (unused * 2).detach(), x)  # type: ignore[no-untyped-call]

@@ -179,7 +179,7 @@ DRAWS = {
 
 @pytest.mark.parametrize("source", DRAWS)
 def test_numbers_drawn_on_the_host_are_refused(session: GraphSession, device: torch.device, source: str) -> None:
-    """B97: a replay would repeat the layer that was dropped, the scale that was drawn."""
+    """A replay would repeat the layer that was dropped, the scale that was drawn."""
     if source == "torch" and device.type == "cpu":
         pytest.skip("the device's own generator")
     x = torch.ones(3, device=device)

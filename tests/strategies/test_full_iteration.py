@@ -39,13 +39,12 @@ def test_the_reference_model(device: torch.device, config: Any, dtype: torch.dty
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("zero", ["none", "buffers"])
 def test_autocast(device: torch.device, dtype: torch.dtype, zero: str) -> None:
-    """B26: low-precision copies of weights are made inside the graph."""
+    """Low-precision copies of weights are made inside the graph."""
     run = compared(device, FULL, steps(5, 2), build=WITH_DROPOUT, autocast=dtype, zero=zero)
     assert run.num_replays == 4
 
 
 def test_the_number_of_microbatches_changes(device: torch.device) -> None:
-    """B86, S3."""
 
     def script(run: Run) -> None:
         for number in (4, 6, 3, 4, 4, 6, 6, 3, 4, 1, 1):
@@ -57,7 +56,7 @@ def test_the_number_of_microbatches_changes(device: torch.device) -> None:
 
 
 def test_shapes_change(device: torch.device) -> None:
-    """B77: two shapes in turn settle into one graph each."""
+    """Two shapes in turn settle into one graph each."""
 
     def script(run: Run) -> None:
         for size, length in [(2, 6), (2, 9), (3, 6), (2, 6), (2, 9), (2, 6), (2, 9), (2, 6)]:
@@ -77,7 +76,7 @@ def test_shapes_differ_within_a_step(device: torch.device) -> None:
 
 
 def test_evaluation_between_steps(device: torch.device) -> None:
-    """B78: no dropout, no counting, and a graph of its own."""
+    """No dropout, no counting, and a graph of its own."""
 
     def script(run: Run) -> None:
         for step in range(6):
@@ -106,7 +105,6 @@ def test_evaluation_in_training_mode_is_another_key(device: torch.device) -> Non
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_evaluation_under_a_mode_of_the_caller(device: torch.device, mode: Any) -> None:
-    """B28."""
 
     def script(run: Run) -> None:
         for _ in range(3):
@@ -128,7 +126,7 @@ def test_part_of_the_model_in_evaluation(device: torch.device) -> None:
 
 
 def test_a_seed_set_between_steps_counts(device: torch.device) -> None:
-    """B94: every replay draws anew, and a seed makes it draw the same again."""
+    """Every replay draws anew, and a seed makes it draw the same again."""
 
     def script(run: Run) -> None:
         for seed in (1, 1, 1, 2, 1):
@@ -166,7 +164,7 @@ def test_learning_rate_and_weights_change_outside(device: torch.device) -> None:
 
 
 def test_a_checkpoint_loaded_in_the_middle(device: torch.device) -> None:
-    """B85, S11: weights, buffers and optimizer state are written in place, and the graph goes on."""
+    """Weights, buffers and optimizer state are written in place, and the graph goes on."""
 
     def script(run: Run) -> None:
         for _ in range(3):
@@ -183,7 +181,7 @@ def test_a_checkpoint_loaded_in_the_middle(device: torch.device) -> None:
 
 
 def test_a_cap_on_graphs(device: torch.device) -> None:
-    """B74: past the cap calls run eagerly, are counted, and are right."""
+    """Past the cap calls run eagerly, are counted, and are right."""
 
     def script(run: Run) -> None:
         for length in (3, 4, 5, 6) * 3:
@@ -214,7 +212,7 @@ def num_tensors() -> int:
 
 
 def test_results_may_be_kept(device: torch.device) -> None:
-    """S9. `compared` looks at every result again at the end."""
+    """`compared` looks at every result again at the end."""
     run = compared(device, FULL, steps(6, 2))
     assert len({result.data_ptr() for result in run.kept}) == 6
     assert not any(result.requires_grad for result in run.kept)
@@ -260,7 +258,6 @@ def test_a_closed_wrapper_refuses(device: torch.device, num_steps: int) -> None:
 
 
 def test_two_wrappers_do_not_meet(device: torch.device) -> None:
-    """G1."""
     alone = [compared(device, FULL, steps(5), build=partial(Decoder, num_layers=n)) for n in (1, 2)]
     both = [Run(device, FULL, build=partial(Decoder, num_layers=n)) for n in (1, 2)]
     for step in range(5):

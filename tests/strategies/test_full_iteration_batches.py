@@ -94,7 +94,7 @@ KINDS: dict[str, Callable[[Tensor, float], Any]] = {
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_any_kind_of_batch(device: torch.device, kind: str) -> None:
-    """B44, B45: tensors in objects are inputs; a changed number is another key, never a wrong replay."""
+    """Tensors in objects are inputs; a changed number is another key, never a wrong replay."""
     run = scaled(device, lambda run, step: KINDS[kind](x(run), 2.0 if step in (2, 4, 5) else 1.0))
     assert run.report.num_recordings == 2
     assert run.num_replays == 4
@@ -132,7 +132,7 @@ def test_an_array_is_a_value(device: torch.device) -> None:
 
 
 def test_a_tensor_that_comes_and_goes(device: torch.device) -> None:
-    """B89: ``None`` stays ``None``; B45: a mask is refreshed where there is one."""
+    """``None`` stays ``None``; a mask is refreshed where there is one."""
 
     def make(run: Run, step: int) -> Any:
         return Packed(x(run), 1.0, torch.rand(3, 4, generator=run.data) if step % 2 else None)
@@ -142,7 +142,7 @@ def test_a_tensor_that_comes_and_goes(device: torch.device) -> None:
 
 
 def test_entries_come_and_go(device: torch.device) -> None:
-    """S5: removed keys leave no old data behind, added ones are not ignored."""
+    """Removed keys leave no old data behind, added ones are not ignored."""
 
     def make(run: Run, step: int) -> Any:
         batch = {"x": x(run), "scale": 1.0}
@@ -170,7 +170,7 @@ def test_layouts(device: torch.device, layout: str) -> None:
 
 
 def test_a_changed_dtype_is_another_key(device: torch.device) -> None:
-    """S7: nothing is cast or broadcast silently."""
+    """Nothing is cast or broadcast silently."""
 
     def make(run: Run, step: int) -> Any:
         mask = torch.rand(3, 4, generator=run.data)

@@ -113,7 +113,7 @@ MOVES: dict[str, tuple[Callable[[Decoder], Any], str]] = {
 
 @pytest.mark.parametrize("name", MOVES)
 def test_what_moved_is_named(device: torch.device, name: str) -> None:
-    """B05, B06, B13, B17: never a replay over memory that is not the model's any more."""
+    """Never a replay over memory that is not the model's any more."""
     change, part = MOVES[name]
     run = Run(device, FULL)
     for _ in range(3):
@@ -163,7 +163,7 @@ def test_a_model_that_moves_before_the_capture(device: torch.device) -> None:
 
 @pytest.mark.parametrize("zero", ["zeros", "buffers"])
 def test_a_gradient_whose_memory_moved_is_refused(device: torch.device, zero: str) -> None:
-    """B18: the optimizer would read one buffer while the graph fills another."""
+    """The optimizer would read one buffer while the graph fills another."""
     run = Run(device, FULL, zero=zero)
     for _ in range(3):
         run.step(1)
@@ -227,7 +227,6 @@ class Drops(Decoder):
 
 
 def test_dice_of_the_host_are_refused(device: torch.device) -> None:
-    """B97."""
     run = Run(device, FULL, build=Drops)
     before = random.getstate()
     error = failing_after(run, 1)
@@ -316,7 +315,7 @@ def stepping(make: Callable[[Any], torch.optim.Optimizer]) -> Callable[..., Tens
 
 
 def test_an_optimizer_inside_the_step_is_refused(device: torch.device) -> None:
-    """B42: its learning rate would be baked in."""
+    """Its learning rate would be baked in."""
     run = Run(device, FULL, forward_backward=stepping(lambda parameters: torch.optim.SGD(parameters, lr=0.1)))
     error = failing_after(run, 1)
     assert "learning rate" in error.what

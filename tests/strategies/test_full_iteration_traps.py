@@ -109,7 +109,7 @@ def set_act(model: Any, step: int) -> None:
 
 @pytest.mark.parametrize("change", [set_factor, set_act])
 def test_an_attribute_that_is_no_number(device: torch.device, change: Any) -> None:
-    """B09: attributes assigned between replays are seen; those that the step assigns itself do not count."""
+    """Attributes assigned between replays are seen; those that the step assigns itself do not count."""
     if device.type == "cuda":
         pytest.skip("a tensor on the host is refused on a GPU")
     script, build = changing(change, WithAttributes)
@@ -127,7 +127,7 @@ def test_a_tensor_attribute_holds_the_latest_value(device: torch.device) -> None
 
 
 def test_a_kernel_keyed_on_a_counter_of_the_host(device: torch.device) -> None:
-    """B21: three replays with other inputs each; a counter in the function does not move."""
+    """Three replays with other inputs each; a counter in the function does not move."""
     calls: list[int] = []
 
     def counted(**arguments: Any) -> Tensor:
@@ -142,7 +142,7 @@ def test_a_kernel_keyed_on_a_counter_of_the_host(device: torch.device) -> None:
 
 
 class Lazy(Decoder):
-    """B32: does more on its first call, and keeps what it made."""
+    """Does more on its first call, and keeps what it made."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -166,7 +166,7 @@ def test_what_is_made_on_the_first_call(device: torch.device, warmup_steps: int)
 
 
 def test_a_step_that_updates_state_in_place(device: torch.device) -> None:
-    """B24: it advances once a replay, as it does once an eager call."""
+    """It advances once a replay, as it does once an eager call."""
     lengths: dict[int, Tensor] = {}
 
     def advancing(*, model: nn.Module, **arguments: Any) -> Tensor:
@@ -197,12 +197,12 @@ class RecomputedReentrant(Recomputed):
 @pytest.mark.parametrize("build", [Recomputed, RecomputedReentrant])
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 def test_recompute(device: torch.device, build: Any, dropout: float) -> None:
-    """B30, B96: recomputed forwards use the mask of the first one, and their parameters get gradients."""
+    """Recomputed forwards use the mask of the first one, and their parameters get gradients."""
     compared(device, FULL, lambda run: [run.step(2) for _ in range(5)], build=lambda: build(dropout=dropout))
 
 
 def test_a_leaf_outside_the_model(device: torch.device) -> None:
-    """B09: a parameter that no module owns is watched, and trained."""
+    """A parameter that no module owns is watched, and trained."""
     from graphstep.errors import StaleAddressError
 
     prompts: dict[int, nn.Parameter] = {}

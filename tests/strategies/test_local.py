@@ -24,7 +24,7 @@ PARTS = [(), ("attn",), ("mlp",), ("attn", "mlp"), ("mlp", "attn")]
 @pytest.mark.parametrize("num_microbatches", [1, 4])
 @pytest.mark.parametrize("zero", ["zeros", "none", "buffers"])
 def test_training_equals_eager(device: torch.device, modules: Any, num_microbatches: int, zero: str) -> None:
-    """S12: the parts that were named are captured, and no others."""
+    """The parts that were named are captured, and no others."""
     run = compared(device, LOCAL, steps(5, num_microbatches), build=WITH_DROPOUT, modules=modules, zero=zero)
     num_regions = 2
     assert [row.num_recordings for row in run.report.rows] == [2] * num_regions
@@ -36,7 +36,7 @@ def test_training_equals_eager(device: torch.device, modules: Any, num_microbatc
 
 @pytest.mark.parametrize("warmup_steps", [0, 1, 3])
 def test_warmups_leave_no_trace(device: torch.device, warmup_steps: int) -> None:
-    """B22, B29: counters, means and masks go on as if there had been no warmup."""
+    """Counters, means and masks go on as if there had been no warmup."""
     compared(device, LOCAL, steps(4, 2), build=WITH_DROPOUT, warmup_steps=warmup_steps)
 
 
@@ -52,7 +52,6 @@ def test_the_reference_model(device: torch.device, config: Any, modules: Any, dt
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("zero", ["none", "buffers"])
 def test_autocast(device: torch.device, dtype: torch.dtype, zero: str) -> None:
-    """B26."""
     run = compared(device, LOCAL, steps(4, 2), build=WITH_DROPOUT, autocast=dtype, zero=zero)
     assert run.num_replays == 2 * 3 * 2
 
@@ -73,7 +72,7 @@ def test_autocast_that_comes_later_is_another_signature(device: torch.device) ->
 
 @pytest.mark.parametrize("context", ["buffer", "expanded", "fresh"])
 def test_context(device: torch.device, context: str) -> None:
-    """B10: an argument that is made anew each time is copied; a buffer of the model is read where it is."""
+    """An argument that is made anew each time is copied; a buffer of the model is read where it is."""
     run = compared(device, LOCAL, steps(4, 2), build=partial(Decoder, dropout=0.2, context=context))
     assert run.num_replays == 2 * 3 * 2
     (row, *_) = run.report.rows
@@ -81,7 +80,6 @@ def test_context(device: torch.device, context: str) -> None:
 
 
 def test_a_wrapper_around_a_layer_is_looked_into(device: torch.device) -> None:
-    """B84."""
     build = partial(Decoder, dropout=0.2, layer=lambda p: Wrapped(Wrapped(Layer(p))))
     run = compared(device, LOCAL, steps(4, 2), build=build)
     assert [row.name for row in run.report.rows] == ["layers.0.inner.inner", "layers.1.inner.inner"]
@@ -179,7 +177,7 @@ def test_the_report_covers_every_region(device: torch.device) -> None:
 
 
 def test_the_first_region_copies_and_the_others_chain(device: torch.device) -> None:
-    """B93: output i is input i + 1; only the first layer has an input of its own."""
+    """Output i is input i + 1; only the first layer has an input of its own."""
     run = Run(device, LOCAL, build=partial(Decoder, num_layers=4))
     run.step(1)
     assert [row.static_bytes > 0 for row in run.report.rows] == [True, False, False, False]

@@ -20,7 +20,7 @@ WITH_DROPOUT = partial(Decoder, dropout=0.2)
 
 
 def test_evaluation_between_steps(device: torch.device) -> None:
-    """B78, S1: no dropout and no counting in evaluation."""
+    """No dropout and no counting in evaluation."""
 
     def script(run: Run) -> None:
         for step in range(5):
@@ -82,7 +82,7 @@ def test_part_of_a_layer_in_evaluation(device: torch.device) -> None:
 
 
 def test_other_lengths(device: torch.device) -> None:
-    """R3, B74: another sequence length runs eagerly, and the captured one goes on."""
+    """Another sequence length runs eagerly, and the captured one goes on."""
 
     def script(run: Run) -> None:
         for length in (6, 9, 6, 5, 6):

@@ -108,7 +108,6 @@ INSTALLS = [module_hooks, hooks_that_change_values, parameter_hooks, changing_pa
 @pytest.mark.parametrize("install", INSTALLS, ids=lambda install: install.__name__)
 @pytest.mark.parametrize("modules", [(), ("attn",)], ids=["layers", "attn"])
 def test_hooks_fire_as_eagerly(device: torch.device, install: Any, modules: Any) -> None:
-    """B104."""
     eager, graphed = logs(device, install, modules=modules)
     assert sorted(eager) == sorted(graphed)
 

@@ -36,13 +36,13 @@ def test_one_order(device: torch.device, order: str, modules: Any) -> None:
 
 
 def test_as_many_slots_as_are_in_flight(device: torch.device) -> None:
-    """M2: eight microbatches, two in flight: two pairs a layer."""
+    """Eight microbatches, two in flight: two pairs a layer."""
     run = run_orders(device, "ffbfbfbfbfbfbfbb", num_rounds=3)
     assert [row.num_recordings for row in run.report.rows] == [4, 4]
 
 
 def test_the_number_of_microbatches_changes(device: torch.device) -> None:
-    """B86: any number up to what was in flight replays; beyond it calls run eagerly and are counted."""
+    """Any number up to what was in flight replays; beyond it calls run eagerly and are counted."""
     run = run_orders(device, "ffffbbbb", "fb", "ffbb", "fffbbb", "fffffbbbbb", build=WITH_DROPOUT)
     assert run.reasons() == {"observed": 8, "more microbatches in flight than at capture": 4}
 
@@ -73,7 +73,7 @@ def any_schedule(dice: random.Random) -> str:
 
 @pytest.mark.parametrize("seed", range(12))
 def test_any_order_after_any_other(device: torch.device, seed: int) -> None:
-    """B100: replays never give wrong numbers, whatever was captured."""
+    """Replays never give wrong numbers, whatever was captured."""
     dice = random.Random(seed)
     for _ in range(3):
         orders = {order.count("f"): order for order in (any_schedule(dice) for _ in range(3))}

@@ -125,7 +125,7 @@ class RecomputedMlpReentrant(RecomputedMlp):
 
 
 def test_recompute_inside_a_layer(device: torch.device) -> None:
-    """B30: parameters that only the recomputed part uses get their gradients."""
+    """Parameters that only the recomputed part uses get their gradients."""
     run = compared(device, LOCAL, steps(4, 2), build=partial(Decoder, layer=RecomputedMlp))
     assert run.num_replays == 2 * 3 * 2
 
@@ -135,7 +135,7 @@ def test_recompute_inside_a_layer(device: torch.device) -> None:
     [(RecomputedMlp, 0.3, "recompute with dropout"), (RecomputedMlpReentrant, 0.0, "use_reentrant")],
 )
 def test_recompute_that_two_recordings_cannot_do(device: torch.device, layer: Any, dropout: float, text: str) -> None:
-    """B96: refused with a reason, and training goes on eagerly."""
+    """Refused with a reason, and training goes on eagerly."""
 
     def script(run: Run) -> None:
         for step in range(3):
