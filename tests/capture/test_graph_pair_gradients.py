@@ -184,7 +184,7 @@ class NoGradient(torch.autograd.Function):
 
 
 def test_a_parameter_without_gradient_stays_without(session: GraphSession, device: torch.device) -> None:
-    """And what an optimizer makes of it: weight decay passes over parameters whose gradient is ``None``."""
+    """Weight decay passes over parameters whose gradient is ``None``."""
     weight, unused = (nn.Parameter(torch.ones(3, device=device)) for _ in range(2))
     x = torch.randn(3, device=device, requires_grad=True)
     pair = captured(session, lambda x: NoGradient.apply(x, weight) + (unused * 2).detach(), x)  # type: ignore[no-untyped-call]
