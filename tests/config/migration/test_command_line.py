@@ -157,7 +157,38 @@ OPTIONS = st.one_of(
     st.tuples(st.just("--cuda-graph-impl"), st.sampled_from(["none", "local", "full_iteration", "x"])).map(list),
     st.tuples(st.just("--inference-cuda-graph-scope"), st.sampled_from(["none", "layer", "block"])).map(list),
     st.sampled_from([["--cuda-graph-scope=full"], ["--cuda-graph-impl=local"], ["--cuda-graph-scope=attn,mlp"]]),
+    st.sampled_from([["--hybrid-override-pattern"], ["--hybrid-override-pattern=M"], ["--hybrid-layer-pattern"]]),
+    st.sampled_from([["--num-layers"], ["--data-path", "a"], ["--moe-router-padding-for-fp8"], ["--cuda-graph-impl"]]),
 )
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "--hybrid-override-pattern --cuda-graph-scope=full word",
+        "--hybrid-layer-pattern --cuda-graph-scope=full word",
+        "--num-layers --cuda-graph-scope=full 3",
+        "--data-path a --cuda-graph-scope=full b",
+        "--cuda-graph-modules attn --moe-router-padding-for-fp8 mlp --moe-router-padding-for-fp8",
+    ],
+)
+def test_no_option_takes_the_word_behind_a_removed_one(line: str) -> None:
+    words, rewrite = migrate_argv(line.split())
+    assert words == line.split()
+    assert any("would take" in notice.what for notice in rewrite.left)
+
+
+@pytest.mark.parametrize(
+    ("line", "new"),
+    [
+        ("t.py --cuda-graph-scope=full word", "t.py word"),
+        ("--bf16 --cuda-graph-scope=full word", "--bf16 word"),
+        ("--num-layers 3 --cuda-graph-scope=full word", "--num-layers 3 word"),
+        (f"--cuda-graph-scope attn {FULL_INFERENCE} mlp", "--cuda-graph-modules attn mlp"),
+    ],
+)
+def test_words_that_no_option_waits_for_stay_behind_a_removed_one(line: str, new: str) -> None:
+    assert migrate_argv(line.split())[0] == new.split()
 
 
 @given(st.lists(OPTIONS, max_size=5))

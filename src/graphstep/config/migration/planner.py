@@ -17,6 +17,7 @@ from graphstep.config.migration.occurrences import (
     RENAMED,
     Occurrence,
 )
+from graphstep.config.migration.takers import would_take
 from graphstep.config.migration.words import Word
 from graphstep.config.migrations import (
     FULL_ITERATION,
@@ -56,10 +57,11 @@ class Plan:
     """Mixes that can mean two things, each with an option that takes part."""
 
 
-def plan(occurrences: Sequence[Occurrence], surroundings: Surroundings) -> Plan:
+def plan(words: Sequence[Word], occurrences: Sequence[Occurrence], surroundings: Surroundings) -> Plan:
     """Return what to do with the options of one command.
 
     Args:
+        words: the command.
         occurrences: its options of CUDA graphs, in order.
         surroundings: what is known about the rest of the command line.
     """
@@ -78,7 +80,13 @@ def plan(occurrences: Sequence[Occurrence], surroundings: Surroundings) -> Plan:
         touched = [o.word for o in kept if o.name in names and o.is_old]
         made.applied.append((row, touched[0] if touched else kept[0].word))
     _Writer(made, kept, dict(outcome.values)).write(given, implied)
-    return made
+    taken = would_take(words, made.changed)
+    if taken is None:
+        return made
+    taker, value = taken
+    reason = f"without what is between them, {taker.value} would take {value.value} for its value"
+    reported = dict(made.left)
+    return Plan(left=[(o.word, reported.get(o.word, reason)) for o in occurrences if o.is_old])
 
 
 def _rewritable(

@@ -44,7 +44,7 @@ def migrate_shell(text: str, source: str = "-") -> Rewrite:
     """
     script = read_script(text, source)
     units = list(_units(script))
-    plans = [plan(unit.occurrences, _surroundings(unit, units, script)) for unit in units]
+    plans = [plan(unit.words, unit.occurrences, _surroundings(unit, units, script)) for unit in units]
     changed, problems = _merge(units, plans)
     found = [problem for made in plans for problem in made.problems] + problems
     if found:
@@ -91,7 +91,7 @@ def migrate_argv(argv: Sequence[str], source: str = "command line") -> tuple[lis
         raw = shlex.quote(value)
         words.append(Word(position, position + len(raw), raw, value))
         position += len(raw) + 1
-    made = plan(find_occurrences(words), Surroundings())
+    made = plan(words, find_occurrences(words), Surroundings())
     if made.problems:
         raise ConfigError([problem for _, problem in made.problems])
     new = [text for word in words for text in made.changed.get(word, [word.value or ""])]
