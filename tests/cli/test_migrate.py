@@ -83,6 +83,13 @@ def test_check_writes_nothing_and_tells_by_its_exit_code(script: Path, capsys: p
     assert capsys.readouterr().out == ""
 
 
+def test_check_fails_while_old_options_are_left_alone(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script.write_text('OLD="--enable-cuda-graph"\n' + NEW)
+    assert cli.main(["migrate", "--check", str(script)]) == 1
+    assert "--check: 1 old option is left alone" in capsys.readouterr().err
+    assert cli.main(["migrate", str(script)]) == 0
+
+
 def test_if_one_file_is_refused_none_is_written(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
     other = script.with_name("other.yml")
     other.write_text("enable_cuda_graph: true\nexternal_cuda_graph: true\n")

@@ -12,6 +12,7 @@ from graphstep.cli.problems import print_notices, printable
 from graphstep.config.migration import Rewrite, migrate_argv, migrate_shell, migrate_yaml
 from graphstep.config.suggest import suggestion
 from graphstep.config.text_files import decoded, encoded, read_text, replace_file
+from graphstep.config.validation import Notice
 from graphstep.errors import ConfigError, Problem
 
 IN_PLACE, CHECK, KIND = "--in-place", "--check", "--kind"
@@ -36,10 +37,10 @@ line. Forms that contradict each other are refused, and then nothing is written.
 
 options:
   --in-place         write the files; each is replaced in one step
-  --check            write nothing; exit with 1 if something would change
+  --check            write nothing; exit with 1 if something would change, or old options are left alone
   --kind shell|yaml  what the files are (default: told by the end of their names)
 
-exit codes: 0 done, 1 something would change (--check), 2 bad input
+exit codes: 0 done, 1 something would change or is left alone (--check), 2 bad input
 """
 
 
@@ -59,7 +60,7 @@ def run(argv: Sequence[str]) -> int:
         argv: see ``HELP``.
 
     Returns:
-        Exit code: 0, or 1 with ``--check`` if something would change.
+        Exit code: 0, or 1 with ``--check`` if something would change or old options are left alone.
 
     Raises:
         ConfigError: bad options, files that cannot be read, ambiguous mixes; all at once, and nothing is written.
@@ -76,7 +77,16 @@ def run(argv: Sequence[str]) -> int:
     sys.stdout.flush()
     for rewrite in rewrites:
         print_notices([replace(n, what=f"{n.where}: {n.what}") for n in (*rewrite.changes, *rewrite.left)])
-    return _EXIT_WOULD_CHANGE if request.is_check and any(r.is_changed for r in rewrites) else _EXIT_OK
+    return _check(rewrites) if request.is_check else _EXIT_OK
+
+
+def _check(rewrites: Sequence[Rewrite]) -> int:
+    """Return the exit code of ``--check``; say so where old options that need a hand are a part of its reason."""
+    num_left = sum(len(rewrite.left) for rewrite in rewrites)
+    if num_left:
+        options = "1 old option is" if num_left == 1 else f"{num_left} old options are"
+        print_notices([Notice("check-left", f"{CHECK}: {options} left alone", "", "write the new form by hand")])
+    return _EXIT_WOULD_CHANGE if num_left or any(rewrite.is_changed for rewrite in rewrites) else _EXIT_OK
 
 
 def _migrate_files(request: _Request) -> list[Rewrite]:

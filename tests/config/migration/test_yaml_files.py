@@ -102,6 +102,15 @@ def test_a_whole_file() -> None:
             "MODEL_ARGS:\n  --cuda-graph-impl: local\n  --bf16: true\n",
         ),
         ("cuda-graph-scope: attn\n", "cuda-graph-modules: attn\n"),
+        ("cuda_graph_scope: # c\n  - full\n", "cuda_graph_modules: [] # c\n"),
+        (
+            "cuda_graph_scope: # c\r\n  # d\r\n  - full_iteration # e\r\nx: 1\r\n",
+            "cuda_graph_impl: full_iteration # c\r\n  # d # e\r\nx: 1\r\n",
+        ),
+        (
+            "a:\n  cuda_graph_impl: local\n  cuda_graph_scope: # c\n    - full_iteration\n  x: 1\n",
+            "a:\n  cuda_graph_impl: full_iteration\n  # c\n  x: 1\n",
+        ),
         ("moe_router_padding_for_fp8: true\n", "moe_router_padding_for_quantization: true\n"),
         ("hybrid_override_pattern: 'M*-M'\n", "hybrid_layer_pattern: 'M*-M'\n"),
         ("a: 1\n---\nenable_cuda_graph: true\n", "a: 1\n---\ncuda_graph_impl: local\n"),
@@ -124,6 +133,7 @@ def test_forms(old: str, new: str) -> None:
         ("a: &s [attn]\nb:\n  cuda_graph_scope: *s\n", 3, "cannot be read"),
         ("a: &s\n  x: 1\nb:\n  <<: *s\n  cuda_graph_scope: full_iteration_inference\n", 5, "merged in"),
         ("? enable_cuda_graph\n: true\n", 1, "cannot be read"),
+        ("cuda_graph_scope:\n  - full_iteration\n  # c\n  - full_iteration\n", 1, "would be lost"),
         ("run: |\n\n  train --enable-cuda-graph\n", 3, "inside a text"),
         ("args:\n  - --bf16\n  - --enable-cuda-graph\n", 3, "inside a text"),
     ],
@@ -170,7 +180,7 @@ def test_the_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 # fmt: off
 VALUES = st.sampled_from([
     "true", "false", "null", "", "local", "none", "attn", "full", "[full]", "[attn, mlp]", "full_iteration", "block",
-    "x y", "full_iteration_inference", "[attn, full_iteration_inference]", "'attn'", "\n  - full",
+    "x y", "full_iteration_inference", "[attn, full_iteration_inference]", "'attn'", "\n  - full", " # c\n  - full",
     "\n  - attn\n  - full_iteration_inference",
 ])
 KEYS = st.sampled_from([

@@ -144,12 +144,18 @@ class MappingEdits:
         self._rename(entry, name)
         if entry.value.id == "sequence" and not entry.value.flow_style:
             key_end = entry.key.end_mark.index
-            colon = self.text.index(":", key_end)
-            if self.text[colon + 1 : entry.value.start_mark.index].strip(" \t\r\n"):
-                raise NoPlaceError  # a comment between the key and its list
-            self._edits.append(Edit(colon + 1, entry.end, f" {value}"))
+            behind = self.text.index(":", key_end) + 1
+            comments = self._comments(entry)
+            self._edits.append(Edit(behind, entry.end, f" {value}{comments}"))
         else:
             self._set_value(entry, value)
+
+    def _comments(self, entry: Entry) -> str:
+        """Return the comments between a key and the list below it, with the white space before them."""
+        list_start = entry.value.start_mark.index
+        if re.search(r"(?:^|\s)#", self.text[list_start : entry.end]):
+            raise NoPlaceError  # a comment between the items
+        return self.text[self.text.index(":", entry.key.end_mark.index) + 1 : list_start].rstrip()
 
     def _keep_only(self, entry: Entry, modules: tuple[str, ...]) -> None:
         if entry.value.id == "scalar":
@@ -169,8 +175,17 @@ class MappingEdits:
         self._num_removed += 1
         if self._num_removed >= self.num_keys:
             raise NoPlaceError  # an empty mapping is another thing: null
+        is_block_list = entry.value.id == "sequence" and not entry.value.flow_style
+        comments = self._comments(entry) if is_block_list else ""
         if self.is_flow:
             self._cut_from_flow(entry.start, entry.end)
+        elif comments:
+            line_start = self.text.rfind("\n", 0, entry.start) + 1
+            if self.text[line_start : entry.start].strip():
+                raise NoPlaceError
+            behind = self.text.index(":", entry.key.end_mark.index) + 1
+            self._edits.append(Edit(entry.start, behind + len(comments) - len(comments.lstrip()), ""))
+            self._edits.append(Edit(behind + len(comments), entry.end, ""))
         else:
             self._cut_lines(entry.start, entry.end)
 

@@ -133,7 +133,7 @@ class _Work:
         try:
             edits = MappingEdits(self.text, node.flow_style is True, len(node.value), entries, outcome.values).edits()
         except NoPlaceError:
-            return "its entry shares a line with another one, or its value has comments inside that would be lost"
+            return "its entry shares a line with another one, or its list has comments inside that would be lost"
         self.edits += edits
         for row in outcome.applied:
             names = LISTS if row.reads[0] == MODULES else (row.reads[0],)
