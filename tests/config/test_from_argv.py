@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -255,3 +257,37 @@ def test_the_caller_s_words_are_left_alone() -> None:
     argv = ["--num-layers", "3"]
     from_argv(argv, {"HOME": "x"})
     assert argv == ["--num-layers", "3"]
+
+
+@pytest.mark.parametrize(
+    ("argv", "env"),
+    [(["--lr", 1, "--seed", 3], {}), (["--seed", "3", "--lr", 1.0], {"WORLD_SIZE": 1, "RANK": 0, 5: 5})],
+)
+def test_numbers_count_as_words(argv: list[Any], env: dict[Any, Any]) -> None:
+    config = from_argv(argv, env)
+    assert (config.training.lr, config.training.seed) == (1.0, 3)
+
+
+def test_paths_count_as_words() -> None:
+    assert from_argv(["--save", Path("a")], {}).training.save == "a"  # type: ignore[list-item]
+
+
+@pytest.mark.parametrize(
+    ("argv", "env", "where"),
+    [
+        (["--lr", None], {}, ["argv[1]"]),
+        ([None, "--lr", [1], "--bogus"], {}, ["argv[0]", "argv[2]"]),
+        (["--bf16", True], {}, ["argv[1]"]),
+        ([b"--lr", "1"], {}, ["argv[0]"]),
+        (["--seed", 10**5000], {}, ["argv[1]"]),
+        ("--lr 1", {}, ["argv"]),
+        (None, {}, ["argv"]),
+        (["--lr", "x"], {"WORLD_SIZE": None, "RANK": b"1"}, ["--lr", "RANK", "WORLD_SIZE"]),
+        ([], ["WORLD_SIZE=1"], ["env"]),
+    ],
+)
+def test_what_is_no_word_is_named(argv: Any, env: Any, where: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        from_argv(argv, env)
+    assert [problem.where for problem in caught.value.problems] == where
+    assert all(problem.fix for problem in caught.value.problems)

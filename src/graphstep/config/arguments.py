@@ -45,7 +45,8 @@ def from_argv(
     """Return the configuration that a command line asks for. Old options are migrated, with one notice each.
 
     Args:
-        argv: words, without the names of program and command. ``--config FILE`` names a file with further options.
+        argv: words, without the names of program and command; numbers and paths count as words. ``--config FILE`` names
+            a file with further options.
         env: environment variables that rules look at; those of this process if None, as they are now.
         machine: what the configuration is for; nothing is known if None.
         for_training: refuse what ``graphstep train`` cannot do yet.

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from graphstep.config.words import shown, word_of
 from graphstep.errors import Problem
 
 VARIABLES: Mapping[str, str] = {
@@ -72,12 +73,13 @@ def read_environment(env: Mapping[str, str]) -> tuple[Environment, list[Problem]
     """Return what the variables say.
 
     Args:
-        env: environment variables.
+        env: environment variables; numbers and paths count as words.
 
     Returns:
         The environment, with the default for what cannot be read, and problems.
     """
     problems: list[Problem] = []
+    env = _texts(env, problems)
     world_size = _whole(env, "WORLD_SIZE", 1, 1, problems)
     rank = _whole(env, "RANK", 0, 0, problems)
     if rank >= world_size and not problems:
@@ -115,6 +117,23 @@ def machine_facts(machine: Machine, *, look: bool) -> dict[str, Any]:
 def as_version(text: str) -> tuple[int, ...]:
     """Return the numbers of a version, without what follows them: ``0.6.4rc1`` -> ``(0, 6, 4)``."""
     return tuple(int(number) for number in re.findall(r"\d{1,9}", text)[:3])
+
+
+def _texts(env: object, problems: list[Problem]) -> dict[str, str]:
+    """Return the variables that are looked at as text."""
+    if not isinstance(env, Mapping):
+        fix = "give a dictionary such as {'WORLD_SIZE': '1'}"
+        problems.append(Problem("env-type", f"expected variables and their values, got {shown(env)}", "env", fix))
+        return {}
+    texts = {}
+    for name in sorted({*VARIABLES.values(), *ALLOCATOR_VARIABLES}.intersection(env)):
+        word = word_of(env[name])
+        if word is None:
+            what = f"{name}: expected text, got {shown(env[name])}"
+            problems.append(Problem("env-type", what, name, "give a str, or leave the variable out"))
+        else:
+            texts[name] = word
+    return texts
 
 
 def _whole(env: Mapping[str, str], name: str, default: int, least: int, problems: list[Problem]) -> int:

@@ -7,7 +7,7 @@ conventions: ``--option value`` or ``--option=value``, no abbreviations, the las
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +15,7 @@ from graphstep.config.migrations import OLD_MODULES, REMOVED
 from graphstep.config.options import OPTIONS, Option
 from graphstep.config.suggest import suggestion
 from graphstep.config.validation import Notice
+from graphstep.config.words import shown, word_of
 from graphstep.errors import Problem
 
 _LOOKS_LIKE_OPTION = re.compile(r"--|-[A-Za-z]")
@@ -49,7 +50,7 @@ def read_options(argv: Sequence[str], options: Sequence[Option] = OPTIONS) -> Re
     """Read the words of a command line.
 
     Args:
-        argv: words, without the name of the program and of the command.
+        argv: words, without the name of the program and of the command; numbers and paths count as words.
         options: the options there are.
 
     Returns:
@@ -57,7 +58,7 @@ def read_options(argv: Sequence[str], options: Sequence[Option] = OPTIONS) -> Re
     """
     table = {spelling: option for option in options for spelling in option.spellings}
     reading = Reading()
-    for chunk in _chunks(argv):
+    for chunk in _chunks(_words_of(argv, reading)):
         option = table.get(chunk.spelling)
         if option is not None:
             _read_option(option, chunk, reading)
@@ -68,6 +69,25 @@ def read_options(argv: Sequence[str], options: Sequence[Option] = OPTIONS) -> Re
         else:
             _refuse_words(chunk.words, "before the first option", "", reading)
     return reading
+
+
+def _words_of(argv: object, reading: Reading) -> list[str]:
+    if isinstance(argv, str | bytes) or not isinstance(argv, Iterable):
+        fix = "give a list such as ['--lr', '1e-4']; shlex.split makes one from a line"
+        what = f"a command line is a list of words, not {shown(argv)}"
+        reading.problems.append(Problem("argv-type", what, "argv", fix))
+        return []
+    words = []
+    for place, value in enumerate(argv):
+        word = word_of(value)
+        if word is None:
+            what = f"expected a word, got {shown(value)}"
+            fix = "give a str, a number or a path; a switch is a word by itself"
+            reading.problems.append(Problem("argv-type", what, f"argv[{place}]", fix))
+        else:
+            words.append(word)
+    # Words that are missing from a row give the others another meaning: problems of those would mislead.
+    return [] if reading.problems else words
 
 
 def _chunks(argv: Sequence[str]) -> Iterator[_Chunk]:

@@ -128,7 +128,7 @@ def convert_value(name: str, annotation: str, value: object) -> Any:
     try:
         return convert(value)
     except (TypeError, ValueError) as error:
-        code, fix = f"{name.replace('_', '-')}-type", f"give {name} such a value"
+        code, fix = f"{name.replace('_', '-')}-type", f"give {flag_of(name)} such a value"
         return Problem(code, f"{name}: {error}", flag_of(name), fix)
 
 
@@ -172,7 +172,7 @@ def as_words(value: object) -> tuple[str, ...]:
     """
     words = (value,) if isinstance(value, str) else value
     if not isinstance(words, list | tuple | set | frozenset) or not all(isinstance(word, str) for word in words):
-        raise ConfigError(Problem("words-type", f"expected a list of words, got {value!r}", fix="give a tuple of str"))
+        raise ConfigError(Problem("words-type", f"expected a list of words, got {value!r}", fix="give a list of words"))
     return tuple(words)
 
 
