@@ -192,6 +192,23 @@ def test_all_problems_at_once(tmp_path: Path) -> None:
     assert [problem.code for problem in caught.value.problems] == ["indexed-missing", "indexed-missing", "data-empty"]
 
 
+def test_missing_paths_and_bad_content_at_once(tmp_path: Path, cache: Path) -> None:
+    (tmp_path / "bad.txt").write_bytes(b"\xff\xfe")
+    (tmp_path / "i.idx").write_bytes(b"no index")
+    words = [str(tmp_path / name) for name in ("none", "bad.txt", "i", "empty.txt", "good.txt")]
+    write_text(tmp_path / "empty.txt", "")
+    write_text(tmp_path / "good.txt", "text")
+    weighted = [part for word in words for part in ("0.2", word)]
+    with pytest.raises(DataError) as caught:
+        build(*weighted)
+    codes = [problem.code for problem in caught.value.problems]
+    assert codes == ["data-missing", "data-empty", "indexed-magic", "data-empty"]
+    with pytest.raises(DataError) as caught:
+        build(*words)  # of several files, those that are no text are left out
+    assert [problem.code for problem in caught.value.problems] == ["data-missing", "indexed-magic"]
+    assert not cache.exists()
+
+
 def test_named_cache_folder(tmp_path: Path, cache: Path) -> None:
     path = write_text(tmp_path / "text", "words " * 200)
     build(path, data_cache_path=str(tmp_path / "named"))

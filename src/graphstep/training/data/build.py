@@ -9,10 +9,10 @@ from pathlib import Path
 
 from graphstep.config.data import DataConfig
 from graphstep.errors import DataError, Problem
-from graphstep.training.data.corpus import standard_library_corpus, text_corpus
+from graphstep.training.data.corpus import check_beginning, standard_library_corpus, text_corpus
 from graphstep.training.data.datasets import BlendedDataset, Dataset, MockDataset, TokenRow, TokenWindows, check_tokens
 from graphstep.training.data.indexed import IndexedDataset
-from graphstep.training.data.sources import Source, parse_data_path
+from graphstep.training.data.sources import Source, read_data_path
 from graphstep.training.data.token_store import open_token_store
 from graphstep.training.data.tokenizers import HuggingFaceTokenizer, Tokenizer, build_tokenizer
 
@@ -67,8 +67,9 @@ def build_datasets(config: DataConfig, *, seq_length: int, seed: int, need_valid
             that is needed and has fewer than S + 1 tokens. All problems that can be found together are reported
             together.
     """
-    tokenizer, sources, shares = _named(config)
-    problems: list[Problem] = []
+    tokenizer, sources, shares, problems = _named(config)
+    if tokenizer is None or problems:
+        raise DataError([*problems, *_content_problems(sources, tokenizer)])
     notices: list[str] = []
     if isinstance(tokenizer, HuggingFaceTokenizer) and not tokenizer.has_own_eod:
         notices.append(f"the tokenizer has no end-of-document token: id {tokenizer.eod} was added for it")
@@ -103,11 +104,13 @@ def check_names(config: DataConfig) -> None:
     Raises:
         DataError: all problems.
     """
-    _named(config)
+    problems = _named(config)[-1]
+    if problems:
+        raise DataError(problems)
 
 
-def _named(config: DataConfig) -> tuple[Tokenizer, tuple[Source, ...], tuple[float, ...]]:
-    """Return tokenizer, sources and shares of the splits, or raise what is wrong with all of them."""
+def _named(config: DataConfig) -> tuple[Tokenizer | None, tuple[Source, ...], tuple[float, ...], list[Problem]]:
+    """Return tokenizer, sources that are there, shares of the splits, and what is wrong with all of them."""
     problems: list[Problem] = []
     tokenizer: Tokenizer | None = None
     sources: tuple[Source, ...] = ()
@@ -116,20 +119,34 @@ def _named(config: DataConfig) -> tuple[Tokenizer, tuple[Source, ...], tuple[flo
     except DataError as error:
         problems += error.problems
     if not config.mock_data:
+        sources, missing = _sources(config)
+        problems += missing
+    shares = _shares(config, problems)
+    return tokenizer, sources, shares, problems
+
+
+def _sources(config: DataConfig) -> tuple[tuple[Source, ...], list[Problem]]:
+    if config.data_path is None:
+        return (Source(paths=(), is_indexed=False, weight=None),), []
+    return read_data_path(config.data_path)
+
+
+def _content_problems(sources: Sequence[Source], tokenizer: Tokenizer | None) -> list[Problem]:
+    """Return what is wrong inside sources, as far as a short look shows it: the run fails anyway."""
+    problems: list[Problem] = []
+    for source in sources:
         try:
-            sources = _sources(config)
+            if source.is_indexed:
+                row = IndexedDataset(source.name).tokens()
+                if tokenizer is not None:
+                    check_tokens(row[:_NUM_CHECKED_TOKENS], tokenizer.vocab_size, where=f"--data-path {source.name}")
+            elif source.paths:
+                corpus = text_corpus(source.paths)
+                if source.weight is not None and corpus.is_file:  # of several files, bad ones would be left out
+                    check_beginning(corpus)
         except DataError as error:
             problems += error.problems
-    shares = _shares(config, problems)
-    if tokenizer is None or problems:
-        raise DataError(problems)
-    return tokenizer, sources, shares
-
-
-def _sources(config: DataConfig) -> tuple[Source, ...]:
-    if config.data_path is None:
-        return (Source(paths=(), is_indexed=False, weight=None),)
-    return parse_data_path(config.data_path)
+    return problems
 
 
 def _shares(config: DataConfig, problems: list[Problem]) -> tuple[float, ...]:

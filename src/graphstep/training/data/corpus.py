@@ -139,6 +139,21 @@ def read_pieces(path: Path, *, piece_bytes: int = PIECE_BYTES) -> Iterator[str]:
         raise UnreadableTextError(f"cannot be read: {error.strerror or error}") from error
 
 
+def check_beginning(corpus: TextCorpus) -> None:
+    """Look at the first piece of the one file of a corpus.
+
+    Raises:
+        DataError: the file is empty, or begins with what is no text.
+    """
+    try:
+        what = "" if next(read_pieces(corpus.files[0]), "") else "the file is empty"
+    except UnreadableTextError as error:
+        what = f"the file {error}"
+    if what:
+        fix = "name UTF-8 text (convert other encodings with iconv), or an indexed dataset by its prefix"
+        raise DataError(Problem(code="data-empty", what=what, where=f"--data-path {corpus.name}", fix=fix))
+
+
 def _decode(data: bytes, is_first: bool) -> str:
     try:
         return data.decode("utf-8-sig" if is_first else "utf-8")

@@ -41,9 +41,17 @@ def parse_data_path(words: Sequence[str]) -> tuple[Source, ...]:
     Raises:
         DataError: nothing named, paths that do not exist, weights that are missing or not positive: all at once.
     """
+    sources, problems = read_data_path(words)
+    if problems:
+        raise DataError(problems)
+    return sources
+
+
+def read_data_path(words: Sequence[str]) -> tuple[tuple[Source, ...], list[Problem]]:
+    """Do what :func:`parse_data_path` does; returns the sources that are there, and all problems with the others."""
     if not words:
         fix = "name text files, folders or prefixes, or leave --data-path out for the Python standard library"
-        raise DataError(Problem(code="data-missing", what="no path named", where="--data-path", fix=fix))
+        return (), [Problem(code="data-missing", what="no path named", where="--data-path", fix=fix)]
     weights = [_number(word) for word in words]
     if len(words) % 2 == 0 and all(weight is not None for weight in weights[::2]):
         return _weighted(words[1::2], [weight or 0.0 for weight in weights[::2]])
@@ -64,15 +72,13 @@ def parse_data_path(words: Sequence[str]) -> tuple[Source, ...]:
             problems.append(Problem(code="data-blend", what=what, where=f"--data-path {' '.join(words)}", fix=fix))
         else:
             problems.append(missing_path(word))
-    if problems:
-        raise DataError(problems)
     sources = [Source(paths=(prefix,), is_indexed=True, weight=None) for prefix in prefixes]
     if text:
         sources.append(Source(paths=tuple(text), is_indexed=False, weight=None))
-    return tuple(sources)
+    return tuple(sources), problems
 
 
-def _weighted(paths: Sequence[str], weights: Sequence[float]) -> tuple[Source, ...]:
+def _weighted(paths: Sequence[str], weights: Sequence[float]) -> tuple[tuple[Source, ...], list[Problem]]:
     problems: list[Problem] = []
     sources = []
     for path, weight in zip(paths, weights, strict=True):
@@ -83,10 +89,9 @@ def _weighted(paths: Sequence[str], weights: Sequence[float]) -> tuple[Source, .
             fix = "use a finite weight above 0, or leave the path out"
             what = f"weight {weight:g} is not positive"
             problems.append(Problem(code="data-blend", what=what, where=f"--data-path {weight:g} {path}", fix=fix))
-        sources.append(Source(paths=(prefix or path,), is_indexed=prefix is not None, weight=weight))
-    if problems:
-        raise DataError(problems)
-    return tuple(sources)
+        if prefix is not None or is_text:
+            sources.append(Source(paths=(prefix or path,), is_indexed=prefix is not None, weight=weight))
+    return tuple(sources), problems
 
 
 def _found(word: str, problems: list[Problem]) -> tuple[str | None, bool | None]:
