@@ -194,7 +194,8 @@ def test_all_problems_at_once(tmp_path: Path) -> None:
 
 def test_missing_paths_and_bad_content_at_once(tmp_path: Path, cache: Path) -> None:
     (tmp_path / "bad.txt").write_bytes(b"\xff\xfe")
-    (tmp_path / "i.idx").write_bytes(b"no index")
+    for name in ("i.idx", "i.bin"):
+        (tmp_path / name).write_bytes(b"no index")
     words = [str(tmp_path / name) for name in ("none", "bad.txt", "i", "empty.txt", "good.txt")]
     write_text(tmp_path / "empty.txt", "")
     write_text(tmp_path / "good.txt", "text")

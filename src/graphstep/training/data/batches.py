@@ -17,6 +17,16 @@ _MAX_POSITION = 2**62
 """More samples than a run can draw; positions beyond it do not fit into 64 bits."""
 
 
+_OPTIONS: Mapping[str, tuple[str, str]] = {
+    "num_samples": ("the number of samples", "--data-path, --split, --seq-length"),
+    "sample_length": ("the number of tokens of a sample", "--seq-length"),
+    "blend": ("the blend of the sources", "--data-path"),
+    "seed": ("the seed", "--seed"),
+    "shuffle": ("the switch for shuffling", "order of the samples"),
+}
+"""What the order depends on -> what to call it, and the options that it follows from."""
+
+
 class BatchIterator:
     """Endless batches of a dataset.
 
@@ -113,20 +123,18 @@ class BatchIterator:
         position = consumed if isinstance(consumed, int) and not isinstance(consumed, bool) else -1
         if not 0 <= position <= _MAX_POSITION:
             what = f"consumed_samples is {consumed!r}, not a number from 0 to {_MAX_POSITION}"
-            fix = "use the state_dict() of a BatchIterator"
-            problems.append(Problem(code="checkpoint-data", what=what, where="state of the data iterator", fix=fix))
+            fix = "load an older checkpoint by naming its iter_... folder; nothing was loaded"
+            problems.append(Problem(code="checkpoint-data", what=what, where="position in the data", fix=fix))
         for name, now in self._identity().items():
             then = state.get(name)
             if then != now:
-                problems.append(
-                    Problem(
-                        code="checkpoint-data",
-                        what=f"{name} was {then!r} in the checkpoint and is {now!r} now",
-                        where="state of the data iterator",
-                        fix="resume with the same data, split, sequence length and seed; "
-                        "to go on with other data, start a new iterator instead of loading this state",
-                    )
+                called, where = _OPTIONS[name]
+                what = f"{called} was {then!r} in the checkpoint and is {now!r} now"
+                fix = (
+                    "resume with the --data-path, --split, --seq-length and --seed of the run that wrote it, or leave "
+                    "--load out to start afresh"
                 )
+                problems.append(Problem(code="checkpoint-data", what=what, where=where, fix=fix))
         if problems:
             raise CheckpointError(problems)
         self._consumed_samples = position
