@@ -99,7 +99,8 @@ def test_a_sequence_longer_than_the_data(capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_a_vocabulary_smaller_than_the_tokenizer(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "--vocab-size" in refused((*MOCK, *OUTPUTS, "--vocab-size", "100"), capsys)
+    text = refused((*MOCK, *OUTPUTS, "--vocab-size", "100"), capsys)
+    assert "only 128: --vocab-size rounded up to a multiple of 128" in text
 
 
 def test_no_cuda_device(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

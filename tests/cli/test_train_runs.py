@@ -80,7 +80,7 @@ def test_the_summary_shows_what_counts() -> None:
     output = output_of(*FULL, "--bf16", "--global-batch-size", "4")
     assert "bf16 with fp32 main weights" in output
     assert "4 sequences a step: 2 microbatches of 2" in output
-    assert "full_iteration, after 1 warmup steps" in output
+    assert "full_iteration, after 1 warmup step" in output
     assert "mock data" in output
 
 
@@ -130,3 +130,30 @@ def test_nan_is_exit_code_1(capsys: pytest.CaptureFixture[str]) -> None:
     error = capsys.readouterr().err
     assert "iteration" in error
     assert "--lr" in error
+    assert "clip gradients with --clip-grad 1.0" in error
+    assert "lower --clip-grad" not in error
+
+
+def test_data_of_another_run_is_said_in_options(capsys: pytest.CaptureFixture[str]) -> None:
+    output_of("--save", "run")
+    capsys.readouterr()
+    assert main(["train", *TINY, "--load", "run", "--seed", "5"]) == 2
+    error = capsys.readouterr().err
+    assert "  where: --seed\n" in error
+    assert "leave --load out" in error
+    assert "iterator" not in error
+
+
+def test_a_pointer_that_moves_back_is_noted() -> None:
+    note = "--save run holds a run that is at iteration"
+    assert note not in output_of("--save", "run", "--save-interval", "3")
+    assert note not in output_of("--save", "run", "--load", "run")
+    assert note in output_of("--save", "run", "--load", "run/iter_0000003")
+    assert note in output_of("--save", "run", "--train-iters", "2")
+    assert note not in output_of("--train-iters", "2")
+
+
+def test_one_of_a_kind_has_no_plural() -> None:
+    output = output_of("--num-layers", "1", "--global-batch-size", "1", "--micro-batch-size", "1")
+    assert row(output, "model").count("1 layer, ") == 1
+    assert row(output, "batch") == "1 sequence a step: 1 microbatch of 1"

@@ -79,7 +79,7 @@ def _train(config: RunConfig, console: Console) -> int:
         # Recordings, model and optimizer go first, so that the eager run has their memory.
         del trainer
         gc.collect()
-        _say(console, f"training {trace.num_steps} steps eagerly from the same start, to compare ...")
+        _say(console, f"training {_count(trace.num_steps, 'step')} eagerly from the same start, to compare ...")
         comparison = compare_with_eager(config, trace)
     console.print(_result_table(config, result, comparison))
     if result.is_interrupted:
@@ -99,22 +99,23 @@ def _print_summary(trainer: Trainer, console: Console) -> None:
         ("device", f"{trainer.device}, {'bf16 with fp32 main weights' if training.bf16 else 'fp32'}"),
         (
             "model",
-            f"{trainer.model.num_parameters():,} parameters: {model.num_layers} layers, hidden {model.hidden_size}, "
-            f"{model.num_attention_heads} heads, sequence {model.seq_length}, vocabulary {model.vocab_size}",
+            f"{trainer.model.num_parameters():,} parameters: {_count(model.num_layers, 'layer')}, "
+            f"hidden {model.hidden_size}, {_count(model.num_attention_heads, 'head')}, sequence {model.seq_length}, "
+            f"vocabulary {model.vocab_size}",
         ),
         *(("data", line) for line in trainer.datasets.summary),
         (
             "batch",
-            f"{training.global_batch_size} sequences a step: {training.num_microbatches} microbatches "
-            f"of {training.micro_batch_size}",
+            f"{_count(training.global_batch_size, 'sequence')} a step: "
+            f"{_count(training.num_microbatches, 'microbatch', 'es')} of {training.micro_batch_size}",
         ),
         ("steps", f"{training.train_iters}, {training.lr_decay_style} learning rate {training.lr:g}"),
         ("graphs", _describe_graphs(trainer.config)),
     ]
     if trainer.start_checkpoint is not None:
-        rows.append(("resumed", f"{trainer.start_checkpoint}, after {trainer.iteration} steps"))
+        rows.append(("resumed", f"{trainer.start_checkpoint}, after {_count(trainer.iteration, 'step')}"))
     console.print(_table("graphstep train", rows))
-    for notice in trainer.datasets.notices:
+    for notice in trainer.notices:
         _say(console, f"note: {notice}")
 
 
@@ -125,7 +126,7 @@ def _describe_graphs(config: RunConfig) -> str:
     modules = f" of {', '.join(graphs.modules)}" if graphs.modules else ""
     if graphs.impl is CudaGraphImpl.local:
         return f"{graphs.impl}{modules}, after the first step"
-    return f"{graphs.impl}{modules}, after {graphs.warmup_steps} warmup steps"
+    return f"{graphs.impl}{modules}, after {_count(graphs.warmup_steps, 'warmup step')}"
 
 
 def _result_table(config: RunConfig, result: TrainResult, comparison: Comparison | None) -> Table:
@@ -142,7 +143,7 @@ def _result_table(config: RunConfig, result: TrainResult, comparison: Comparison
         rows.append(("peak memory", memory))
     else:
         rows += [
-            ("captured", f"{report.num_recordings} recordings in {report.capture_seconds:.2f} s"),
+            ("captured", f"{_count(report.num_recordings, 'recording')} in {report.capture_seconds:.2f} s"),
             ("peak memory", f"{memory}, of which graph pool {_mib(report.pool_bytes)}"),
         ]
     if comparison is not None:
@@ -165,8 +166,8 @@ def _time_rows(is_eager: bool, result: TrainResult, comparison: Comparison | Non
 
 def _verdict(config: RunConfig, result: TrainResult, comparison: Comparison) -> str:
     if comparison.difference is None:
-        return f"equal: all losses of {comparison.num_steps} steps and all weights after them"
-    text = f"DIFFERENT within {comparison.num_steps} steps: {comparison.difference}"
+        return f"equal: all losses of {_count(comparison.num_steps, 'step')} and all weights after them"
+    text = f"DIFFERENT within {_count(comparison.num_steps, 'step')}: {comparison.difference}"
     if result.device.type == "cuda" and not config.training.deterministic_mode:
         text += " (some CUDA kernels differ from run to run: repeat with --deterministic-mode)"
     return text
@@ -183,6 +184,10 @@ def _table(title: str, rows: Sequence[tuple[str, str]]) -> Table:
 
 def _say(console: Console, text: str) -> None:
     console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+def _count(number: int, noun: str, ending: str = "s") -> str:
+    return f"{number} {noun}{'' if number == 1 else ending}"
 
 
 def _before_after(before: float | None, after: float | None) -> str:

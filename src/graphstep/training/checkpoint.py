@@ -144,14 +144,31 @@ def _find_checkpoint(path: Path) -> Path:
     tracker = path / TRACKER
     if not tracker.is_file():
         raise _missing(f"{path} holds no checkpoint: neither {STATE} nor {TRACKER}", path)
-    text = tracker.read_text(encoding="utf-8", errors="replace").strip()
-    if not (text.isascii() and text.isdigit() and len(text) <= _MAX_DIGITS):
+    text = _tracked(tracker)
+    if not _is_iteration(text):
         raise _missing(f"{tracker.name} should hold an iteration number, and holds {text[:40]!r}", tracker)
     folder = path / folder_name(int(text))
     for candidate in (folder, folder.with_name(folder.name + REPLACED_SUFFIX)):
         if candidate.is_dir():
             return candidate
     raise _missing(f"{tracker.name} names {folder.name}, which does not exist", path)
+
+
+def latest_iteration(root: Path) -> int | None:
+    """Return the iteration that the pointer below ``root`` names; None if there is no pointer that can be read."""
+    try:
+        text = _tracked(root / TRACKER)
+    except OSError:
+        return None
+    return int(text) if _is_iteration(text) else None
+
+
+def _tracked(tracker: Path) -> str:
+    return tracker.read_text(encoding="utf-8", errors="replace").strip()
+
+
+def _is_iteration(text: str) -> bool:
+    return text.isascii() and text.isdigit() and len(text) <= _MAX_DIGITS
 
 
 class Checkpoint:

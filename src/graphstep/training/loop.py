@@ -35,7 +35,7 @@ from graphstep.training.ledger import Steadiness, StepLedger
 from graphstep.training.logging import make_logs
 from graphstep.training.optimizer import MainWeightAdamW
 from graphstep.training.schedules import learning_rate
-from graphstep.training.setup import architecture, build_model, preflight_with_data, with_vocabulary
+from graphstep.training.setup import architecture, build_model, pointer_notice, preflight_with_data, with_vocabulary
 from graphstep.training.step import forward_backward_no_pipelining
 from graphstep.training.tensors import model_tensors
 from graphstep.training.timing import peak_memory_bytes, restart_peak_memory
@@ -122,6 +122,8 @@ class Trainer:
         self._random = seeded_random_state(training.seed, self.device)
         if self.start_checkpoint is not None:
             self._resume(self.start_checkpoint)
+        pointer = pointer_notice(training, self.iteration)
+        self.notices = (*self.datasets.notices, *([pointer] if pointer else []))
         self.strategy = strategy_factory(
             config.graphs,
             model=self.model,
@@ -298,7 +300,7 @@ class Trainer:
         if training.clip_grad > 0:
             self.gradients.clip_(norm, training.clip_grad)
         if training.check_for_nan_in_loss_and_grad:
-            require_finite(losses, norm, self.iteration + 1)
+            require_finite(losses, norm, self.iteration + 1, is_clipped=training.clip_grad > 0)
         self.optimizer.step(lr, training.weight_decay)
         self.strategy.end_step()
         self._ledger.timer.stop()

@@ -13,7 +13,7 @@ import torch
 from graphstep.config import ModelConfig, RunConfig, TrainingConfig
 from graphstep.errors import ConfigError, Problem, UserInputError
 from graphstep.models import GPTModel
-from graphstep.training.checkpoint import find_checkpoint
+from graphstep.training.checkpoint import TRACKER, find_checkpoint, latest_iteration
 from graphstep.training.data import check_names
 from graphstep.training.determinism import DETERMINISTIC_WORKSPACES, WORKSPACE_VARIABLE
 from graphstep.training.files import unwritable_reason
@@ -87,6 +87,25 @@ def preflight_with_data(
         raise
 
 
+def pointer_notice(config: TrainingConfig, iteration: int) -> str | None:
+    """Return what to know before checkpoints go where a run that is further on has its own, or None.
+
+    Args:
+        config: names the folder.
+        iteration: completed steps at the start.
+    """
+    if config.save is None or iteration >= config.train_iters:
+        return None
+    latest = latest_iteration(Path(config.save))
+    if latest is None or latest <= iteration:
+        return None
+    return (
+        f"--save {config.save} holds a run that is at iteration {latest}, and this one starts at {iteration}: its "
+        f"first checkpoint moves {TRACKER} back (to go on with that run, add --load {config.save}; to keep it "
+        "apart, name another folder)"
+    )
+
+
 def architecture(config: ModelConfig) -> dict[str, Any]:
     """Return what two runs must share to exchange weights: shapes alone do not show the number of heads, for one."""
     return {key: value for key, value in dataclasses.asdict(config).items() if key not in _FREE_TO_CHANGE}
@@ -107,7 +126,8 @@ def with_vocabulary(config: RunConfig, tokenizer_size: int) -> RunConfig:
         raise ConfigError(
             Problem(
                 "vocab-size",
-                f"the model has {size} tokens, the tokenizer {tokenizer_size}",
+                f"the tokenizer has {tokenizer_size} tokens, and the model only {size}: --vocab-size rounded up to a "
+                f"multiple of {config.data.make_vocab_size_divisible_by}",
                 where="--vocab-size",
                 fix="leave it out to take the vocabulary of the tokenizer",
             )

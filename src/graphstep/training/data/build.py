@@ -207,7 +207,8 @@ def _open(
         row, name, num_documents = store.tokens, corpus.name, store.num_documents
         kept = "in memory" if store.path is None else f"{'from' if store.was_cached else 'kept in'} {store.path}"
         notices += store.notices
-    summary.append(f"{name}: {num_documents:,} documents, {len(row):,} tokens ({kept})")
+    documents = "1 document" if num_documents == 1 else f"{num_documents:,} documents"
+    summary.append(f"{name}: {documents}, {len(row):,} tokens ({kept})")
     # Rounded sums, so that the ranges meet and the last one ends at the end.
     inner = [min(round(len(row) * share), len(row)) for share in accumulate(shares[:2])]
     return _Tokens(name, row, source.weight, (0, *inner, len(row) if shares[2] else inner[1]))
