@@ -53,6 +53,26 @@ ARGV = (
 )
 
 
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [("run.yaml", "data_path: [0.3, a, 1, ./7]\n"), ("run.toml", 'data_path = [0.3, "a", 1, "./7"]\n')],
+)
+def test_weights_of_data_are_numbers(name: str, text: str, tmp_path: Path) -> None:
+    config = from_file(write(tmp_path, text, name), {})
+    assert config.data.data_path == ("0.3", "a", "1", "./7")
+    assert from_argv(config.to_argv(), {}) == config
+
+
+def test_words_of_messages_are_options(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        from_file(write(tmp_path, "data_path: [0.3, null, true]\nseed: abc\n"), {})
+    assert [problem.code for problem in caught.value.problems] == ["data-path-type", "seed-type"]
+    assert [problem.fix for problem in caught.value.problems] == [
+        "give --data-path such a value",
+        "give --seed such a value",
+    ]
+
+
 def write(folder: Path, text: str, name: str = "run.yaml") -> str:
     path = folder / name
     path.write_text(text, encoding="utf-8")

@@ -13,6 +13,7 @@ from graphstep.config.parsing import Reading
 from graphstep.config.suggest import suggestion
 from graphstep.config.switches import CudaGraphModule
 from graphstep.config.validation import convert_value, module_words
+from graphstep.config.words import word_of
 from graphstep.errors import ConfigError, Problem
 
 ALIASES: Mapping[str, str] = {
@@ -76,6 +77,9 @@ def _plain(option: Option, value: object) -> Any:
         value = value.name
     if option.annotation == LAYER_FREQ:
         return _freq(value)
+    if option.dest == "data_path" and isinstance(value, list | tuple):
+        parts = [word_of(item) for item in value]  # weights are numbers: [0.3, a, 0.7, b]
+        value = value if None in parts else parts
     converted = convert_value(option.dest, option.annotation, value)
     if isinstance(converted, Problem) or not option.choices or option.nargs == "+":
         return converted
