@@ -209,8 +209,31 @@ def test_a_full_disk_is_no_traceback(words: list[str]) -> None:
     assert "Exception" not in done.stderr
 
 
-def test_a_closed_standard_output_is_no_traceback() -> None:
-    line = shlex.join([*PROGRAM, "config"]) + " >&-"
+@pytest.mark.parametrize("target", ["&-", "/dev/full"])
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [
+        ("config --foo", 2),
+        ("", 2),
+        ("nonsense", 2),
+        ("migrate none.sh", 2),
+        ("config --enable-cuda-graph", 0),
+        ("migrate --check -- run --enable-cuda-graph", 1),
+    ],
+)
+def test_a_standard_error_that_takes_nothing_keeps_the_exit_code(words: str, code: int, target: str) -> None:
+    if target == "/dev/full" and not Path(target).exists():
+        pytest.skip("needs /dev/full")
+    line = f"{shlex.join(PROGRAM)} {words} 2>{target}"
+    done = subprocess.run(["sh", "-c", line], stdout=subprocess.PIPE, text=True, timeout=60, check=False)
+    assert done.returncode == code
+    assert "problem" not in done.stdout
+    assert "note:" not in done.stdout
+
+
+@pytest.mark.parametrize("words", [["config"], ["migrate", "--cuda-graph-impl", "local"], ["migrate", "-"]])
+def test_a_closed_standard_output_is_no_traceback(words: list[str]) -> None:
+    line = shlex.join([*PROGRAM, *words]) + " </dev/null >&-"
     done = subprocess.run(["sh", "-c", line], stderr=subprocess.PIPE, text=True, timeout=60, check=False)
     assert (done.returncode, done.stderr) == (0, "")
 

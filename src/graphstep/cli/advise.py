@@ -9,6 +9,7 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from graphstep.cli.problems import say
 from graphstep.config import from_argv
 from graphstep.config.advice import Advice, Facts, Scenario, advise, model_options
 from graphstep.config.suggest import suggestion
@@ -95,7 +96,7 @@ def _print(facts: Facts, rows: Sequence[Advice]) -> None:
     print()
     print("graphstep config " + shlex.join(command_line(facts, rows)))
     for what in _not_available(command_line(facts, rows)):
-        print(f"note: {what}", file=sys.stderr)
+        say(f"note: {what}")
 
 
 def _not_available(argv: Sequence[str]) -> list[str]:
@@ -143,18 +144,18 @@ def _value(option: str, text: str, given: dict[str, Any]) -> Problem | None:
 
 
 def _ask(given: dict[str, Any]) -> Facts:
-    if not (sys.stdin.isatty() and sys.stderr.isatty()):
+    if not all(stream is not None and stream.isatty() for stream in (sys.stdin, sys.stderr)):
         what = "there is no scenario, and no terminal to ask on"
         fix = f"add --scenario with one of {', '.join(Scenario)}"
         raise ConfigError(Problem("advise-scenario", what, "--scenario", fix))
     names = list(_QUESTIONS)
     for number, name in enumerate(names, 1):
-        print(f"  {number}  {name:<10} {_QUESTIONS[name]}", file=sys.stderr)
+        say(f"  {number}  {name:<10} {_QUESTIONS[name]}")
     while "scenario" not in given:
         answer = _answer("What do you want to capture? [1] ") or "1"
         name = names[int(answer) - 1] if answer in map(str, range(1, len(names) + 1)) else answer
         if problem := _value("--scenario", name, given):
-            print(problem.what, file=sys.stderr)
+            say(problem.what)
     if "dynamic_shapes" not in given:
         answer = _answer("Do sequences or batches change their size from step to step? [y/N] ")
         given["dynamic_shapes"] = answer.lower().startswith("y")
@@ -163,12 +164,12 @@ def _ask(given: dict[str, Any]) -> Facts:
         needs = given["scenario"] in (Scenario.moe, Scenario.inference, Scenario.rl) or option == "--pipeline"
         while needs and option.removeprefix("--").replace("-", "_") not in given:
             if problem := _value(option, _answer(question) or "1", given):
-                print(problem.what, file=sys.stderr)
+                say(problem.what)
     return Facts(**given)
 
 
 def _answer(question: str) -> str:
-    print(question, end="", file=sys.stderr, flush=True)
+    say(question, end="")
     line = sys.stdin.readline()
     if not line:
         raise ConfigError(Problem("advise-scenario", "the input ended before the answer", "", "add --scenario"))

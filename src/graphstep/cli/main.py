@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from graphstep.cli.problems import print_error, print_notices, print_os_error
+from graphstep.cli.problems import print_error, print_notices, print_os_error, say
 from graphstep.config import from_argv
 from graphstep.config.help import help_text
 from graphstep.config.suggest import suggestion
@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print_error(error)
         return EXIT_FAILED
     except KeyboardInterrupt:
-        print("graphstep: interrupted", file=sys.stderr)
+        say("graphstep: interrupted")
         return EXIT_INTERRUPTED
     except BrokenPipeError:
         # The interpreter flushes standard output once more when it ends.
@@ -65,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _dispatch(words: Sequence[str]) -> int:
     if not words:
-        print(_overview(), end="", file=sys.stderr)
+        say(_overview(), end="")
         return EXIT_BAD_INPUT
     name, rest = words[0], words[1:]
     if name in ("-h", "--help", "help"):

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 
-from graphstep.cli.problems import print_notices, printable
+from graphstep.cli.problems import print_notices, printable, say
 from graphstep.config.migration import Rewrite, migrate_argv, migrate_shell, migrate_yaml
 from graphstep.config.suggest import suggestion
 from graphstep.config.text_files import decoded, encoded, read_text, replace_file
@@ -68,13 +68,14 @@ def run(argv: Sequence[str]) -> int:
     request = _read(argv)
     if request.command:
         new, rewrite = migrate_argv(request.command)
-        print(rewrite.diff(), end="", file=sys.stderr)
+        say(printable(rewrite.diff()), end="")
         if not request.is_check:
             print(printable(shlex.join(new)))
         rewrites = [rewrite]
     else:
         rewrites = _migrate_files(request)
-    sys.stdout.flush()
+    if sys.stdout is not None:  # None: the shell closed it
+        sys.stdout.flush()
     for rewrite in rewrites:
         print_notices([replace(n, what=f"{n.where}: {n.what}") for n in (*rewrite.changes, *rewrite.left)])
     return _check(rewrites) if request.is_check else _EXIT_OK
@@ -101,11 +102,14 @@ def _migrate_files(request: _Request) -> list[Rewrite]:
         raise ConfigError(problems)
     for path, rewrite in zip(request.files, rewrites, strict=True):
         is_filter = path == "-" and not request.is_check
-        print(printable(rewrite.diff()), end="", file=sys.stderr if is_filter else sys.stdout)
         if is_filter:
-            sys.stdout.flush()
-            sys.stdout.buffer.write(encoded(rewrite.after))
-        elif request.is_in_place and rewrite.is_changed:
+            say(printable(rewrite.diff()), end="")
+            if sys.stdout is not None:  # None: the shell closed it
+                sys.stdout.flush()
+                sys.stdout.buffer.write(encoded(rewrite.after))
+            continue
+        print(printable(rewrite.diff()), end="")
+        if request.is_in_place and rewrite.is_changed:
             replace_file(path, rewrite.after)
     return rewrites
 

@@ -23,7 +23,7 @@ def print_problems(problems: Sequence[Problem], stream: TextIO | None = None) ->
     lines = [f"graphstep: {count}"]
     for problem in problems:
         lines += _lines(problem)
-    print("\n".join(lines), file=stream or sys.stderr)
+    say("\n".join(lines), stream)
 
 
 def print_error(error: GraphstepError, stream: TextIO | None = None) -> None:
@@ -36,13 +36,10 @@ def print_error(error: GraphstepError, stream: TextIO | None = None) -> None:
     if isinstance(error, UserInputError):
         print_problems(error.problems, stream)
         if isinstance(error, ConfigError):
-            print("graphstep config --rules explains the rules", file=stream or sys.stderr)
+            say("graphstep config --rules explains the rules", stream)
         return
     kind = type(error).__name__
-    print(
-        "\n".join(["graphstep: failed", *_lines(Problem(kind, error.what, error.where, error.fix))]),
-        file=stream or sys.stderr,
-    )
+    say("\n".join(["graphstep: failed", *_lines(Problem(kind, error.what, error.where, error.fix))]), stream)
 
 
 def print_os_error(error: OSError, stream: TextIO | None = None) -> None:
@@ -59,7 +56,7 @@ def print_os_error(error: OSError, stream: TextIO | None = None) -> None:
     problem = Problem(
         "system", f"the system refused: {error.strerror or error}", where or "output or log of the command", fix
     )
-    print("\n".join(["graphstep: failed", *_lines(problem)]), file=stream or sys.stderr)
+    say("\n".join(["graphstep: failed", *_lines(problem)]), stream)
 
 
 def print_notices(notices: Sequence[Notice], stream: TextIO | None = None) -> None:
@@ -72,7 +69,25 @@ def print_notices(notices: Sequence[Notice], stream: TextIO | None = None) -> No
     if os.environ.get("RANK", "").strip() not in ("", "0"):
         return
     for notice in notices:
-        print(f"note: {notice}", file=stream or sys.stderr)
+        say(f"note: {notice}", stream)
+
+
+def say(text: str, stream: TextIO | None = None, *, end: str = "\n") -> None:
+    """Print a message where messages go. One that nobody can read changes nothing, and no exit code.
+
+    Args:
+        text: what to print.
+        stream: standard error if None, which may be closed or on a full disk.
+        end: what to put behind it.
+    """
+    if stream is not None:
+        print(text, file=stream, end=end)
+    elif sys.stderr is not None:  # None: the shell closed it
+        try:
+            print(text, file=sys.stderr, end=end, flush=True)
+        except OSError:
+            # What standard error still holds would fail once more when the interpreter ends.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
 
 
 def printable(text: str) -> str:
