@@ -15,23 +15,55 @@ if TYPE_CHECKING:
     from graphstep.capture.report import CaptureReport
     from graphstep.capture.session import GraphSession
     from graphstep.engine import CudaEngine, Engine, Recording, TapeEngine, engine_for
+    from graphstep.errors import (
+        CaptureError,
+        CheckpointError,
+        ConfigError,
+        DataError,
+        GraphstepError,
+        InputMismatchError,
+        LifecycleError,
+        PlanError,
+        StaleAddressError,
+        UserInputError,
+    )
     from graphstep.strategies import FullCudaGraphWrapper, LocalGraphs, build_strategy
 
 __all__ = [
+    "CaptureError",
     "CaptureReport",
+    "CheckpointError",
+    "ConfigError",
     "CudaEngine",
+    "DataError",
     "Engine",
     "FullCudaGraphWrapper",
     "GraphSession",
+    "GraphstepError",
+    "InputMismatchError",
+    "LifecycleError",
     "LocalGraphs",
+    "PlanError",
     "Recording",
+    "StaleAddressError",
     "TapeEngine",
+    "UserInputError",
     "__version__",
     "build_strategy",
     "engine_for",
 ]
 
 _HOMES: Mapping[str, str] = {
+    "UserInputError": "graphstep.errors",
+    "StaleAddressError": "graphstep.errors",
+    "PlanError": "graphstep.errors",
+    "LifecycleError": "graphstep.errors",
+    "InputMismatchError": "graphstep.errors",
+    "GraphstepError": "graphstep.errors",
+    "DataError": "graphstep.errors",
+    "ConfigError": "graphstep.errors",
+    "CheckpointError": "graphstep.errors",
+    "CaptureError": "graphstep.errors",
     "CaptureReport": "graphstep.capture.report",
     "CudaEngine": "graphstep.engine",
     "Engine": "graphstep.engine",

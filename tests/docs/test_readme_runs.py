@@ -47,5 +47,7 @@ def test_command(command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
 def test_python(code: str, capsys: pytest.CaptureFixture[str]) -> None:
     names: dict[str, torch.Tensor] = {}
     exec(compile(code, "README.md", "exec"), names)
-    expected = (names["x"] @ names["weight"]).square().mean().detach()
-    assert capsys.readouterr().out.strip() == str(expected)
+    shown = capsys.readouterr().out
+    assert shown.startswith(str(names["losses"]))
+    assert "3 warmup" in shown
+    assert names["losses"].shape == (2,)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import io
 from collections import Counter
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
@@ -55,30 +57,23 @@ class CaptureReport:
         """A table for a terminal."""
         title = f"captured: {self.num_recordings} recordings, {self.engine} engine"
         table = Table(title=title, title_justify="left")
-        for name, justify in (
-            ("region", "left"),
-            ("kind", "left"),
-            ("recordings", "right"),
-            ("operations", "right"),
-            ("capture s", "right"),
-            ("replays", "right"),
-            ("eager calls", "left"),
-        ):
-            table.add_column(name, justify="right" if justify == "right" else "left")
+        for name in ("region", "recordings", "operations", "capture s", "replays"):
+            table.add_column(name, justify="left" if name == "region" else "right", no_wrap=True)
+        table.add_column("eager calls", overflow="fold")
         for row in self.rows:
             eager = ", ".join(f"{count} {reason}" for reason, count in row.eager_calls.items())
             if row.last_mismatch:
                 eager += f" (last: {'; '.join(row.last_mismatch)})"
-            table.add_row(
-                escape(row.name),
-                row.kind,
-                str(row.num_recordings),
-                str(row.num_operations),
-                f"{row.capture_seconds:.2f}",
-                str(row.num_replays),
-                escape(eager),
-            )
+            counts = (row.num_recordings, row.num_operations, f"{row.capture_seconds:.2f}", row.num_replays)
+            table.add_row(escape(row.name), *map(str, counts), escape(eager))
         return table
+
+    def __str__(self) -> str:
+        """The table as plain text."""
+        console = Console(file=io.StringIO(), width=120, color_system=None)
+        with console.capture() as captured:
+            console.print(self.render())
+        return captured.get().rstrip()
 
     def to_json(self) -> dict[str, Any]:
         """The same as plain data."""

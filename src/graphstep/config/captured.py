@@ -82,7 +82,7 @@ def _inference(config: RunConfig) -> str:
     if options.use_cuda_graphs_for_non_decode_steps:
         ceiling = options.inference_cuda_graph_max_tokens
         prefill = "prefill as well" if options.inference_cuda_graph_all_prefills else f"prefill up to {ceiling} tokens"
-    return f"one graph {extent} for {counts} ({spacing}), {prefill}"
+    return f"not available yet; would be one graph {extent} for {counts} ({spacing}), {prefill}"
 
 
 def _times(number: int, one: str, several: str = "") -> str:

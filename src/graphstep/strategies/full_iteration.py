@@ -24,6 +24,8 @@ from graphstep.strategies.protocol import ForwardBackward
 
 STAGES = ("training", "validation")
 
+_WHERE = "full_iteration, the forward-backward function"
+
 
 @dataclass(frozen=True, slots=True)
 class _Graph:
@@ -135,6 +137,12 @@ class FullCudaGraphWrapper:
         losses: Tensor = iteration.graph.recording.result
         return losses.detach().clone()
 
+    def __call__(self, *, data_iterator: Iterator[Any], num_microbatches: int, forward_only: bool = False) -> Tensor:
+        """The same as :meth:`forward_backward`."""
+        return self.forward_backward(
+            data_iterator=data_iterator, num_microbatches=num_microbatches, forward_only=forward_only
+        )
+
     def reset_cuda_graph(self, stage: str | None = None) -> None:
         """Drop the graphs of ``training`` or ``validation``, or all; they warm up and are captured again when used.
 
@@ -210,9 +218,12 @@ class FullCudaGraphWrapper:
             return losses
 
     def _run(self, batches: list[Any], forward_only: bool) -> Tensor:
-        return self._function(
+        losses: Any = self._function(
             data_iterator=iter(batches), model=self._model, num_microbatches=len(batches), forward_only=forward_only
         )
+        if not isinstance(losses, Tensor):
+            raise _no_tensor(losses)
+        return losses
 
     # ----- capture
 
@@ -248,16 +259,20 @@ class FullCudaGraphWrapper:
         return _Graph(recording, self._session.watch(named, observation.leaves), attributes)
 
 
+def _no_tensor(result: Any) -> CaptureError:
+    what = f"the forward-backward function returned {type(result).__name__}, not a tensor of losses"
+    return CaptureError(what, where=_WHERE, fix="return one tensor [num_microbatches]")
+
+
 def _stage(forward_only: bool) -> str:
     return STAGES[1 if forward_only else 0]
 
 
 def _problem_of(result: Any, gradients: list[tuple[Tensor, Tensor | None]], watched: Watched) -> CaptureError | None:
     """What a replay of a step could not do, although it was captured."""
-    where = "full_iteration, the forward-backward function"
+    where = _WHERE
     if not isinstance(result, Tensor):
-        what = f"the forward-backward function returned {type(result).__name__}, not a tensor of losses"
-        return CaptureError(what, where=where, fix="return one tensor [num_microbatches]")
+        return _no_tensor(result)
     num_replaced = sum(leaf.grad is not gradient for leaf, gradient in gradients)
     if num_replaced:
         what = f"the step replaces .grad of {num_replaced} parameters; a graph writes gradients where they were"
