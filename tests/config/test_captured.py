@@ -27,7 +27,8 @@ from graphstep.config.captured import describe_capture, layers_with
                 "after that step",
                 "validation: none",
                 "optimizer: eager",
-                "inference: not available yet; would be one graph a layer for up to 16 token counts (exponential), decode only",
+                "inference: not available yet; would be "
+                "one graph a layer for up to 16 token counts (exponential), decode only",
             ),
         ),
         (
@@ -38,7 +39,8 @@ from graphstep.config.captured import describe_capture, layers_with
                 "after that step",
                 "validation: eager",
                 "optimizer: eager",
-                "inference: not available yet; would be one graph of the whole model for an automatic number of token counts (exponential), "
+                "inference: not available yet; would be "
+                "one graph of the whole model for an automatic number of token counts (exponential), "
                 "prefill as well",
             ),
         ),
