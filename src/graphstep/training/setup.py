@@ -100,9 +100,9 @@ def pointer_notice(config: TrainingConfig, iteration: int) -> str | None:
     if latest is None or latest <= iteration:
         return None
     return (
-        f"--save {config.save} holds a run that is at iteration {latest}, and this one starts at {iteration}: its "
-        f"first checkpoint moves {TRACKER} back (to go on with that run, add --load {config.save}; to keep it "
-        "apart, name another folder)"
+        f"--save {config.save} holds a run that is at iteration {latest}, and this one starts at {iteration}: from its "
+        f"first checkpoint on, {TRACKER} points to this run (to go on with the other, add --load {config.save}; to "
+        "keep it apart, name another folder)"
     )
 
 
