@@ -292,3 +292,11 @@ def test_only_the_first_rank_prints_notices(
 def test_broken_rules_come_with_the_way_to_their_page(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["config", "--cuda-graph-impl", "full_iteration"]) == 2
     assert "graphstep config --rules" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("argv", "is_rule"), [(["--no-such-option"], False), (["--num-layers", "0"], True)])
+def test_rules_are_pointed_to_where_they_explain(
+    argv: list[str], is_rule: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["config", *argv]) == 2
+    assert ("--rules explains" in capsys.readouterr().err) is is_rule

@@ -84,7 +84,7 @@ def _as_json(facts: Facts, rows: Sequence[Advice]) -> dict[str, Any]:
         "options": [{"argv": row.options.split(), "reason": row.reason} for row in rows if row.options],
         "remarks": [row.reason for row in rows if not row.options],
         "argv": command_line(facts, rows),
-        "not_available_yet": _not_available(command_line(facts, rows)),
+        "not_available_yet": _not_available(facts, rows),
     }
 
 
@@ -95,17 +95,18 @@ def _print(facts: Facts, rows: Sequence[Advice]) -> None:
         print(textwrap.fill(row.reason, width=100, initial_indent="    ", subsequent_indent="    "))
     print()
     print("graphstep config " + shlex.join(command_line(facts, rows)))
-    for what in _not_available(command_line(facts, rows)):
+    for what in _not_available(facts, rows):
         say(f"note: {what}")
 
 
-def _not_available(argv: Sequence[str]) -> list[str]:
-    """Return what ``graphstep train`` says that it cannot do yet."""
+def _not_available(facts: Facts, rows: Sequence[Advice]) -> list[str]:
+    """Return what cannot be done yet: what ``graphstep train`` says, and graphs of an inference engine."""
+    missing = ["inference graphs are not available yet"] if facts.scenario in (Scenario.inference, Scenario.rl) else []
     try:
-        from_argv(argv, {}, for_training=True)
+        from_argv(command_line(facts, rows), {}, for_training=True)
     except ConfigError as error:
-        return [problem.what for problem in error.problems if problem.code.startswith("not-available")]
-    return []
+        missing += [problem.what for problem in error.problems if problem.code.startswith("not-available")]
+    return missing
 
 
 def _read(argv: Sequence[str]) -> dict[str, Any]:

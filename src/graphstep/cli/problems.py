@@ -9,7 +9,8 @@ from collections.abc import Iterator, Sequence
 from typing import TextIO
 
 from graphstep.config import Notice
-from graphstep.errors import ConfigError, GraphstepError, Problem, UserInputError
+from graphstep.config.rules import RULES
+from graphstep.errors import GraphstepError, Problem, UserInputError
 
 
 def print_problems(problems: Sequence[Problem], stream: TextIO | None = None) -> None:
@@ -35,7 +36,7 @@ def print_error(error: GraphstepError, stream: TextIO | None = None) -> None:
     """
     if isinstance(error, UserInputError):
         print_problems(error.problems, stream)
-        if isinstance(error, ConfigError):
+        if {problem.code for problem in error.problems} & {rule.code for rule in RULES}:
             say("graphstep config --rules explains the rules", stream)
         return
     kind = type(error).__name__

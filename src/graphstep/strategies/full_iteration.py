@@ -101,7 +101,8 @@ class FullCudaGraphWrapper:
 
         Raises:
             CaptureError: the step cannot be captured. Gradients, buffers and generators are as before the call; the
-                batches of this call are consumed.
+                batches of this call are consumed. A function that returns no tensor is refused after its first eager
+                step, which has run.
             StaleAddressError: a parameter, buffer or gradient has moved since the capture, or a module was replaced.
             LifecycleError: the wrapper is closed.
 
@@ -244,7 +245,7 @@ class FullCudaGraphWrapper:
             try:
                 with optimizers_refused():
                     recording = self._session.capture(stats, step, observation=observation)
-                if problem := _problem_of(recording.result, gradients, watched):
+                if problem := _problem_of(gradients, watched):
                     self._session.release([recording], stats)
                     raise problem
             finally:
@@ -268,18 +269,15 @@ def _stage(forward_only: bool) -> str:
     return STAGES[1 if forward_only else 0]
 
 
-def _problem_of(result: Any, gradients: list[tuple[Tensor, Tensor | None]], watched: Watched) -> CaptureError | None:
+def _problem_of(gradients: list[tuple[Tensor, Tensor | None]], watched: Watched) -> CaptureError | None:
     """What a replay of a step could not do, although it was captured."""
-    where = _WHERE
-    if not isinstance(result, Tensor):
-        return _no_tensor(result)
     num_replaced = sum(leaf.grad is not gradient for leaf, gradient in gradients)
     if num_replaced:
         what = f"the step replaces .grad of {num_replaced} parameters; a graph writes gradients where they were"
         fix = "zero gradients outside the step, or with set_to_none=False; let DistributedDataParallel, which moves "
-        return CaptureError(what, where=where, fix=f"{fix}them in its second step, warm up for at least 3 steps")
+        return CaptureError(what, where=_WHERE, fix=f"{fix}them in its second step, warm up for at least 3 steps")
     replaced = watched.put_back()
     if replaced:
         what = f"the step replaces {', '.join(replaced)} by new tensors; a graph works on the tensors that it has seen"
-        return CaptureError(what, where=where, fix="write into the tensors (copy_, add_, mul_)")
+        return CaptureError(what, where=_WHERE, fix="write into the tensors (copy_, add_, mul_)")
     return None
