@@ -10,6 +10,7 @@ from torch import Tensor
 
 from graphstep.capture.gradients import GradientHomes, has_gradient_hooks, hooks_off, leaves_reached
 from graphstep.capture.observe import Observation
+from graphstep.capture.parameter_aliases import ParameterAliases
 from graphstep.capture.randomness import NoRandomness
 from graphstep.capture.region import Region
 from graphstep.capture.replay_function import Replay
@@ -84,6 +85,7 @@ class GraphPair:
         self._exposed_gradients: list[Tensor | None] = []
         self._num_holders: list[int | None] | None = None
         self._observation = Observation()
+        self._aliases = ParameterAliases(region.modules)
         self._forward: Recording | None = None
         self._backward: Recording | None = None
         self._anchor = torch.empty(0, device=session.device, requires_grad=True)
@@ -113,9 +115,11 @@ class GraphPair:
                     found = torch.autograd.grad(
                         outputs, wanted, [torch.zeros_like(o) for o in outputs], allow_unused=True
                     )
-                trained[:] = [leaf for leaf, gradient in zip(leaves, found, strict=False) if gradient is not None]
+                used = [leaf for leaf, gradient in zip(leaves, found, strict=False) if gradient is not None]
+                trained[:] = [self._aliases.original_of(leaf) for leaf in used]
 
-        self._observation = self._session.observe(both_halves, num_runs=max(1, num_runs))
+        with self._aliases.installed():
+            self._observation = self._session.observe(both_halves, num_runs=max(1, num_runs))
         self._exposed = [leaf for leaf in trained if id(leaf) in self._through_autograd or has_gradient_hooks(leaf)]
         exposed = {id(leaf) for leaf in self._exposed}
         self._parameters = [leaf for leaf in trained if id(leaf) not in exposed]
@@ -125,7 +129,10 @@ class GraphPair:
         """Capture the forward half. Its outputs and what autograd saved stay in the pool until the backward half."""
         if self._forward is not None:
             raise LifecycleError("the forward half is captured already", where=self.region.name)
-        self._forward = self._session.capture(self._stats, self._call, observation=self._observation, lane=self._lane)
+        with self._aliases.installed():
+            self._forward = self._session.capture(
+                self._stats, self._call, observation=self._observation, lane=self._lane
+            )
         self.outputs, self._result_structure = flatten(self._forward.result)
         self._differentiable = tuple(output.requires_grad for output in self.outputs)
 
@@ -142,11 +149,13 @@ class GraphPair:
         self.grad_outputs = list(grad_outputs)
         outputs = [output for output, wanted in zip(self.outputs, self._differentiable, strict=True) if wanted]
         given = [gradient for gradient in grad_outputs if gradient is not None]
-        wanted = [*self._wanted_inputs(), *self._exposed]
+        exposed = [self._aliases.current_leaf(parameter) for parameter in self._exposed]
+        accumulated = [self._aliases.current_leaf(parameter) for parameter in self._parameters]
+        wanted = [*self._wanted_inputs(), *exposed]
 
         def backward() -> list[Tensor | None]:
-            with hooks_off(self._exposed):
-                gradients = torch.autograd.grad(outputs, [*wanted, *self._parameters], given, allow_unused=True)
+            with hooks_off(exposed):
+                gradients = torch.autograd.grad(outputs, [*wanted, *accumulated], given, allow_unused=True)
             self._accumulate(gradients[len(wanted) :])
             return list(gradients[: len(wanted)])
 
@@ -183,6 +192,7 @@ class GraphPair:
         for recording in (self._forward, self._backward):
             if recording is not None:
                 recording.release_result()
+        self._aliases = ParameterAliases(())
 
     def let_go_grad_inputs(self) -> None:
         """Stop owning the gradients of the inputs."""
