@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from graphstep.engine import torch_private
 from graphstep.errors import CaptureError
 
 
@@ -40,7 +40,7 @@ class HostRandomness:
         return drawn
 
 
-class NoRandomness(TorchDispatchMode):
+class NoRandomness(torch_private.DispatchMode):
     """Refuses random operations in the backward half of a region.
 
     Recompute puts the generator back to where it was in the forward, which is another recording: its state then is of

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch.utils._python_dispatch import TorchDispatchMode
-
 from graphstep.engine import torch_private
 from graphstep.engine.tape_ops import OperationTable
 from graphstep.engine.tape_rules import CaptureRules
 
 
-class InsideKernel(TorchDispatchMode):
+class InsideKernel(torch_private.DispatchMode):
     """Watches what a foreign operation does inside: it is replayed as a whole, but may not read values either."""
 
     def __init__(self, rules: CaptureRules, table: OperationTable) -> None:

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphstep.engine import torch_private
 from graphstep.engine.tape_ops import OperationTraits, tensors_in
@@ -100,7 +99,7 @@ def has_memory_of_its_own(traits: OperationTraits) -> bool:
     return traits.name.partition(".")[0] in _WITH_MEMORY_OF_ITS_OWN
 
 
-class InsideCollective(TorchDispatchMode):
+class InsideCollective(torch_private.DispatchMode):
     """Collects the memory that a collective allocates for itself. What is done with it is part of the collective."""
 
     def __init__(self, memory: dict[int, Tensor]) -> None:

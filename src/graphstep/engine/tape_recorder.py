@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphstep.engine import torch_private
 from graphstep.engine.foreign import InsideKernel
@@ -58,7 +57,7 @@ class Tape:
         return sum(tensor.untyped_storage().nbytes() for tensor in self.created.values())
 
 
-class TapeRecorder(TorchDispatchMode):
+class TapeRecorder(torch_private.DispatchMode):
     """Runs operations as they come and appends each to a tape.
 
     Recorded tensors are detached aliases made at dispatch: a later ``.data =`` of the user leaves them alone.

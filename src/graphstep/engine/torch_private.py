@@ -12,6 +12,20 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+class DispatchMode(TorchDispatchMode):
+    """A dispatch mode that does without the compiler.
+
+    PyTorch wraps the handler of a mode so that ``torch.compile`` leaves it alone, and the wrapper imports the compiler
+    on first use: seconds, in the middle of a capture, for a program that compiles nothing. Versions that do not know
+    this method wrap the handler.
+    """
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
 
 
 def storage_key(tensor: Tensor) -> int:

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphstep.engine import torch_private
 from graphstep.engine.tape_ops import OperationTable, tensors_in, written_tensors
@@ -54,7 +53,7 @@ class UndoLog:
         self._saved.clear()
 
 
-class WriteObserver(TorchDispatchMode):
+class WriteObserver(torch_private.DispatchMode):
     """Feeds an :class:`UndoLog` while a function runs, and notes what the function touches.
 
     Kernels launched past the dispatcher are not seen; tensors known to be written by such are saved by the caller.
