@@ -16,11 +16,19 @@ from graphstep.config.parallel import ParallelConfig
 from graphstep.config.precision import PrecisionConfig
 from graphstep.config.rl import RLConfig
 from graphstep.config.run import RunConfig
-from graphstep.config.switches import CudaGraphConfig, CudaGraphImpl, CudaGraphModule, InferenceCudaGraphScope
+from graphstep.config.switches import (
+    CapturePolicy,
+    CudaGraphConfig,
+    CudaGraphImpl,
+    CudaGraphModule,
+    InferenceCudaGraphScope,
+    MismatchPolicy,
+)
 from graphstep.config.training import TrainingConfig
 from graphstep.config.validation import Notice
 
 __all__ = [
+    "CapturePolicy",
     "CudaGraphConfig",
     "CudaGraphImpl",
     "CudaGraphModule",
@@ -32,6 +40,7 @@ __all__ = [
     "LoopConfig",
     "Machine",
     "MemoryConfig",
+    "MismatchPolicy",
     "MoEConfig",
     "ModelConfig",
     "Notice",

@@ -1,7 +1,7 @@
-"""The switches that say what is captured and how: Megatron-LM's names and values.
+"""The switches that say what is captured and how: Megatron-LM's names and values, and ours.
 
 Source of names and meaning: Megatron-LM's options ``--cuda-graph-impl``, ``--cuda-graph-modules`` and
-``--inference-cuda-graph-scope``.
+``--inference-cuda-graph-scope``. Policies, signatures, merging and debugging are ours.
 """
 
 from __future__ import annotations
@@ -50,6 +50,28 @@ class InferenceCudaGraphScope(StrEnum):
     """One graph for the whole model."""
 
 
+class CapturePolicy(StrEnum):
+    """Whether regions are captured, and what becomes of one that cannot be."""
+
+    off = "off"
+    """Nothing is captured."""
+    auto = "auto"
+    """What cannot be captured runs eagerly, with a warning and the reason in the report."""
+    required = "required"
+    """What cannot be captured is an error."""
+
+
+class MismatchPolicy(StrEnum):
+    """What happens when a region is called with inputs that none of its graphs was captured for."""
+
+    error = "error"
+    """An error with all differences."""
+    eager = "eager"
+    """The call runs eagerly, and is counted in the report."""
+    recapture = "recapture"
+    """The call runs eagerly, and inputs like these are captured as well once enough steps have had them."""
+
+
 GRAPH_OPTION_NAMES: Mapping[str, str] = {
     "impl": "cuda_graph_impl",
     "modules": "cuda_graph_modules",
@@ -58,6 +80,12 @@ GRAPH_OPTION_NAMES: Mapping[str, str] = {
     "use_single_mempool": "cuda_graph_use_single_mempool",
     "retain_backward_graph": "cuda_graph_retain_backward_graph",
     "optimizer": "optimizer_cuda_graph",
+    "policy": "cuda_graph_policy",
+    "on_mismatch": "cuda_graph_on_mismatch",
+    "capture_after": "cuda_graph_capture_after",
+    "max_signatures": "cuda_graph_max_signatures",
+    "merge_layers": "cuda_graph_merge_layers",
+    "debug": "cuda_graph_debug",
 }
 """Field of ``CudaGraphConfig`` -> name of its option."""
 
@@ -88,6 +116,21 @@ class CudaGraphConfig:
     run a second backward."""
     optimizer: bool = False
     """Capture the optimizer step as well."""
+    policy: CapturePolicy = CapturePolicy.required
+    """What becomes of a region that cannot be captured. Used by ``local`` only so far: the others always require it."""
+    on_mismatch: MismatchPolicy = MismatchPolicy.recapture
+    """What ``local`` does with inputs of another signature than those captured. A signature is the shapes, types and
+    devices of the tensors, the other arguments, and the modes: training, gradients, autocast."""
+    capture_after: int = 2
+    """Steps in which ``local`` must see a further signature before it captures it, >= 1; with ``recapture`` only. The
+    signatures of the observed first step need no second one."""
+    max_signatures: int = 8
+    """Signatures that a region of ``local`` keeps graphs for, >= 1; beyond them the least used one is evicted."""
+    merge_layers: int = 1
+    """Neighbouring captured layers that ``local`` launches as one graph, >= 0; 0: as many as can be."""
+    debug: bool = False
+    """Let ``local`` poison static memory at its planned death and check addresses before every replay: slow, for
+    finding reads of tensors that are no longer valid."""
 
     def __post_init__(self) -> None:
         impl = to_member(CudaGraphImpl, self.impl, "cuda_graph_impl")
@@ -96,7 +139,11 @@ class CudaGraphConfig:
             scope = to_member(InferenceCudaGraphScope, scope, "inference_cuda_graph_scope")
         words = complete_modules(impl, module_words(self.modules))
         modules = tuple(to_member(CudaGraphModule, word, "cuda_graph_modules") for word in words)
+        policy = to_member(CapturePolicy, self.policy, "cuda_graph_policy")
+        on_mismatch = to_member(MismatchPolicy, self.on_mismatch, "cuda_graph_on_mismatch")
         object.__setattr__(self, "impl", impl)
+        object.__setattr__(self, "policy", policy)
+        object.__setattr__(self, "on_mismatch", on_mismatch)
         object.__setattr__(self, "modules", modules)
         object.__setattr__(self, "inference_scope", default_inference_scope(impl) if scope is None else scope)
         settle(self, GRAPH_OPTION_NAMES)

@@ -6,10 +6,12 @@ from graphstep.config.migrations import OLD_MODULES
 from graphstep.config.options.option import Option, OptionGroup, integer
 from graphstep.config.switches import (
     GRAPH_OPTION_NAMES,
+    CapturePolicy,
     CudaGraphConfig,
     CudaGraphImpl,
     CudaGraphModule,
     InferenceCudaGraphScope,
+    MismatchPolicy,
 )
 
 _graphs = OptionGroup("CUDA graphs", "graphs", CudaGraphConfig, GRAPH_OPTION_NAMES)
@@ -53,4 +55,37 @@ GRAPH_OPTIONS: tuple[Option, ...] = (
         "keep the autograd graph alive while a backward is captured (local, transformer_engine)",
     ),
     _graphs.switch("--optimizer-cuda-graph", "capture the optimizer step as well"),
+    _graphs.option(
+        "--cuda-graph-policy",
+        "what becomes of a part that cannot be captured (local); auto: it runs eagerly, with a warning and the reason "
+        "in the report; required: an error; off: nothing is captured",
+        choices=tuple(CapturePolicy),
+    ),
+    _graphs.option(
+        "--cuda-graph-on-mismatch",
+        "what happens when shapes, types or modes of a call are none of those captured (local); error: stop, with all "
+        "differences; eager: run the call eagerly and count it; recapture: capture them as well, see "
+        "--cuda-graph-capture-after",
+        choices=tuple(MismatchPolicy),
+    ),
+    _graphs.count(
+        "--cuda-graph-capture-after",
+        "steps in which further shapes, types or modes must be seen before they are captured as well (local, with "
+        "recapture)",
+        "STEPS",
+    ),
+    _graphs.count(
+        "--cuda-graph-max-signatures",
+        "sets of shapes, types and modes that each part keeps graphs for; the least used is evicted (local)",
+        "N",
+    ),
+    _graphs.count(
+        "--cuda-graph-merge-layers",
+        "neighbouring captured layers launched as one graph; 0: as many as can be (local)",
+        "LAYERS",
+    ),
+    _graphs.switch(
+        "--cuda-graph-debug",
+        "overwrite static memory when it is no longer valid, and check addresses before every replay (local); slow",
+    ),
 )

@@ -76,6 +76,9 @@ def _module_notice(module: str, layers: str) -> Rule:
 
 GRAPH_RULES: tuple[Rule, ...] = (
     at_least(0, "cuda_graph_warmup_steps", "use 3"),
+    at_least(1, "cuda_graph_capture_after", "use 2, or 1 to capture whatever a step has seen"),
+    at_least(1, "cuda_graph_max_signatures", "use 8"),
+    at_least(0, "cuda_graph_merge_layers", "use 1 for none, or 0 for as many as can be"),
     Rule(
         code="full-iteration-nan-check",
         fields=("cuda_graph_impl", "check_for_nan_in_loss_and_grad", "skip_train"),
