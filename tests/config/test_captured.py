@@ -45,6 +45,27 @@ from graphstep.config.captured import describe_capture, layers_with
             ),
         ),
         (
+            "--cuda-graph-impl local --cuda-graph-policy auto --cuda-graph-merge-layers 2 --eval-iters 0 "
+            "--decode-only-cuda-graphs",
+            (
+                "training: a forward and a backward graph of each of 4 whole layers, up to 2 neighbouring layers "
+                "merged, in the order of the first step, after that step; what cannot be captured runs eagerly",
+                "validation: none",
+                "optimizer: eager",
+                "inference: not available yet; would be "
+                "one graph a layer for up to 16 token counts (exponential), decode only",
+            ),
+        ),
+        (
+            "--cuda-graph-impl local --cuda-graph-policy off --cuda-graph-merge-layers 0",
+            (
+                "training: eager, nothing is captured: --cuda-graph-policy off",
+                "validation: eager",
+                "optimizer: eager",
+                "inference: eager",
+            ),
+        ),
+        (
             "--cuda-graph-impl transformer_engine --hybrid-layer-pattern M*-M --cuda-graph-modules attn mamba "
             "--optimizer-cuda-graph",
             (

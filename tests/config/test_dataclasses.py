@@ -11,11 +11,13 @@ import numpy as np
 import pytest
 
 from graphstep.config import (
+    CapturePolicy,
     CudaGraphConfig,
     CudaGraphImpl,
     CudaGraphModule,
     DataConfig,
     InferenceCudaGraphScope,
+    MismatchPolicy,
     ModelConfig,
     RunConfig,
     TrainingConfig,
@@ -116,7 +118,42 @@ def test_switches_take_words() -> None:
     assert CudaGraphConfig(modules="mlp").modules == (CudaGraphModule.mlp,)  # type: ignore[arg-type]
 
 
+def test_policies_take_words() -> None:
+    graphs = CudaGraphConfig(impl="local", policy="auto", on_mismatch="eager")  # type: ignore[arg-type]
+    assert graphs.policy is CapturePolicy.auto
+    assert graphs.on_mismatch is MismatchPolicy.eager
+    assert [str(policy) for policy in CapturePolicy] == ["off", "auto", "required"]
+    assert [str(policy) for policy in MismatchPolicy] == ["error", "eager", "recapture"]
+
+
+def test_what_is_captured_is_required_and_other_signatures_are_captured_by_default() -> None:
+    graphs = CudaGraphConfig(impl=CudaGraphImpl.local)
+    assert (graphs.policy, graphs.on_mismatch) == (CapturePolicy.required, MismatchPolicy.recapture)
+    assert (graphs.capture_after, graphs.max_signatures, graphs.merge_layers, graphs.debug) == (2, 8, 1, False)
+
+
+@pytest.mark.parametrize("impl", CudaGraphImpl)
+@pytest.mark.parametrize("policy", CapturePolicy)
+def test_every_implementation_may_have_every_policy(impl: CudaGraphImpl, policy: CapturePolicy) -> None:
+    assert CudaGraphConfig(impl=impl, policy=policy).policy is policy
+
+
+def test_all_problems_of_the_switches_are_reported_together() -> None:
+    with pytest.raises(ConfigError) as caught:
+        CudaGraphConfig(capture_after=0, max_signatures=True, merge_layers=-1, debug=1)  # type: ignore[arg-type]
+    assert {problem.code for problem in caught.value.problems} == {
+        "cuda-graph-capture-after-range",
+        "cuda-graph-max-signatures-type",
+        "cuda-graph-merge-layers-range",
+        "cuda-graph-debug-type",
+    }
+
+
 def test_an_unknown_word_gets_a_suggestion() -> None:
+    with pytest.raises(ConfigError, match="did you mean required"):
+        CudaGraphConfig(policy="require")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="did you mean recapture"):
+        CudaGraphConfig(on_mismatch="recaptured")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="did you mean full_iteration"):
         CudaGraphConfig(impl="full_iterations")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="did you mean attn"):

@@ -132,6 +132,24 @@ def test_a_switch_has_the_name_that_turns_it_off_too(key: str, tmp_path: Path) -
     assert [p.code for p in problems(tmp_path, "disable_bias_linear: 3\n")] == ["add-bias-linear-type"]
 
 
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("run.yaml", "graphs: {impl: local, policy: off}\n"),
+        ("run.yaml", "cuda_graph_impl: local\ncuda_graph_policy: 'off'\n"),
+        ("run.toml", "[graphs]\nimpl = 'local'\npolicy = 'off'\n"),
+    ],
+)
+def test_the_word_off_is_no_false(name: str, text: str, tmp_path: Path) -> None:
+    config = from_file(write(tmp_path, text, name), {})
+    assert config == from_argv(["--cuda-graph-impl", "local", "--cuda-graph-policy", "off"], {})
+
+
+def test_false_is_no_word_of_another_option(tmp_path: Path) -> None:
+    (problem,) = problems(tmp_path, "graphs: {impl: local, on_mismatch: off}\n")
+    assert problem.code == "cuda-graph-on-mismatch-choice"
+
+
 def test_a_byte_order_mark_is_no_key(tmp_path: Path) -> None:
     for name, text in (("run.yaml", "lr: 0.5"), ("run.toml", "lr = 0.5")):
         assert from_file(write(tmp_path, f"\ufeff{text}\r\n", name), env={}).training.lr == 0.5

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from graphstep.config import CudaGraphImpl, CudaGraphModule, RunConfig, from_argv
+from graphstep.config import CapturePolicy, CudaGraphImpl, CudaGraphModule, MismatchPolicy, RunConfig, from_argv
 from graphstep.config.run import SECTIONS
 from graphstep.errors import ConfigError, Problem
 
@@ -37,6 +37,31 @@ def test_values_arrive() -> None:
     assert config.graphs.impl is CudaGraphImpl.local
     assert config.graphs.modules == (CudaGraphModule.attn, CudaGraphModule.mlp)
     assert (config.graphs.warmup_steps, config.graphs.retain_backward_graph) == (5, True)
+
+
+OWN = (
+    "--cuda-graph-on-mismatch error --cuda-graph-capture-after 3 --cuda-graph-max-signatures 4 "
+    "--cuda-graph-merge-layers 0 --cuda-graph-debug"
+)
+FULL = "--cuda-graph-impl full_iteration --no-check-for-nan-in-loss-and-grad"
+
+
+def test_options_of_local_arrive() -> None:
+    graphs = parse(f"--cuda-graph-impl local --cuda-graph-policy auto {OWN}").graphs
+    assert (graphs.policy, graphs.on_mismatch) == (CapturePolicy.auto, MismatchPolicy.error)
+    assert (graphs.capture_after, graphs.max_signatures, graphs.merge_layers, graphs.debug) == (3, 4, 0, True)
+
+
+@pytest.mark.parametrize("impl", ["--cuda-graph-impl none", "--cuda-graph-impl transformer_engine", FULL])
+def test_options_of_local_are_noticed_where_they_have_no_effect(impl: str) -> None:
+    names = ("on-mismatch", "capture-after", "max-signatures", "merge-layers", "debug")
+    notices = [notice.code for notice in parse(f"{impl} {OWN}").notices]
+    assert notices == [f"cuda-graph-{name}-without-effect" for name in names]
+
+
+@pytest.mark.parametrize("impl", ["--cuda-graph-impl local", "--cuda-graph-impl transformer_engine", FULL])
+def test_the_usual_policy_may_be_given(impl: str) -> None:
+    assert parse(f"{impl} --cuda-graph-policy required").notices == ()
 
 
 @pytest.mark.parametrize(

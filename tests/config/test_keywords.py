@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from graphstep.config import CudaGraphModule, RunConfig, from_options
+from graphstep.config import CapturePolicy, CudaGraphModule, RunConfig, from_options
 from graphstep.errors import ConfigError
 
 
@@ -29,6 +29,17 @@ def test_values_arrive_under_both_names() -> None:
     assert (config.moe.num_experts, config.moe.moe_layer_freq) == (4, (0, 1))
     assert (config.graphs.impl, config.precision.fp8_format) == ("local", "hybrid")
     assert config.origins["num_experts"] == "option"
+
+
+def test_policies_are_words_or_members() -> None:
+    for value in (CapturePolicy.auto, "auto"):
+        graphs = from_options(cuda_graph_impl="local", cuda_graph_policy=value, cuda_graph_merge_layers=0).graphs
+        assert (graphs.policy, graphs.merge_layers) == (CapturePolicy.auto, 0)
+    assert problems(cuda_graph_policy="never", cuda_graph_on_mismatch=1, cuda_graph_capture_after="2") == [
+        "cuda-graph-policy-choice",
+        "cuda-graph-on-mismatch-choice",
+        "cuda-graph-capture-after-type",
+    ]
 
 
 def test_the_loop_is_the_caller_s() -> None:

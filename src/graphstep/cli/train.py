@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from graphstep.config import CudaGraphImpl, RunConfig, from_argv
+from graphstep.config import CapturePolicy, CudaGraphImpl, RunConfig, from_argv
 from graphstep.errors import GraphstepError, Problem, UserInputError
 
 if TYPE_CHECKING:
@@ -124,6 +124,8 @@ def _describe_graphs(config: RunConfig) -> str:
     if graphs.impl is CudaGraphImpl.none:
         return "none: eager"
     modules = f" of {', '.join(graphs.modules)}" if graphs.modules else ""
+    if graphs.impl is CudaGraphImpl.local and graphs.policy is CapturePolicy.off:
+        return f"{graphs.impl}, switched off: eager"
     if graphs.impl is CudaGraphImpl.local:
         return f"{graphs.impl}{modules}, after the first step"
     return f"{graphs.impl}{modules}, after {_count(graphs.warmup_steps, 'warmup step')}"

@@ -110,8 +110,8 @@ ADVICE: tuple[Advice, ...] = (
     Advice(
         scenarios=_TRAINING,
         options="--cuda-graph-impl local",
-        reason="graphs a layer, in the order in which the first step ran them; what cannot be captured stays eager "
-        "beside them",
+        reason="graphs a layer, in the order in which the first step ran them; the rest of the step stays eager beside "
+        "them",
         applies=_is_local,
     ),
     Advice(
@@ -192,8 +192,17 @@ ADVICE: tuple[Advice, ...] = (
     Advice(
         scenarios=_TRAINING,
         options="",
-        reason="a graph belongs to one shape: pad sequences to one length, or a few, so that few graphs are captured",
+        reason="a graph belongs to one shape: pad sequences to one length, or a few, so that few graphs are captured. "
+        "A further shape is captured once --cuda-graph-capture-after steps have had it, and each layer keeps graphs "
+        "for --cuda-graph-max-signatures of them",
         applies=lambda facts: facts.dynamic_shapes,
+    ),
+    Advice(
+        scenarios=_TRAINING,
+        options="",
+        reason="a layer that cannot be captured ends the run with the reason; --cuda-graph-policy auto runs it eagerly "
+        "instead",
+        applies=_is_local,
     ),
     Advice(
         scenarios=frozenset({_RL}),

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from graphstep.config.derived import EXPERT_MODULES, pattern_layers
 from graphstep.config.layer_freq import moe_layers
 from graphstep.config.run import RunConfig
-from graphstep.config.switches import CudaGraphImpl, InferenceCudaGraphScope
+from graphstep.config.switches import CapturePolicy, CudaGraphConfig, CudaGraphImpl, InferenceCudaGraphScope
 
 
 def describe_capture(config: RunConfig) -> tuple[str, ...]:
@@ -45,6 +45,8 @@ def _training(config: RunConfig) -> str:
         return "skipped"
     if graphs.impl is CudaGraphImpl.none:
         return "eager, nothing is captured"
+    if _is_switched_off(graphs):
+        return "eager, nothing is captured: --cuda-graph-policy off"
     after = f", after {_times(graphs.warmup_steps, 'eager step')}"
     if graphs.impl is CudaGraphImpl.full_iteration:
         microbatches = _times(config.training.num_microbatches, "microbatch", "microbatches")
@@ -53,7 +55,15 @@ def _training(config: RunConfig) -> str:
     if graphs.impl is CudaGraphImpl.transformer_engine:
         return f"{kind} for each microbatch in flight of {_parts(config)}, in the order of the schedule{after}"
     # The first step is run and observed; warmup runs of each region come after it and leave no trace.
-    return f"{kind} of {_parts(config)}, in the order of the first step, after that step"
+    merged = {0: ", neighbouring layers merged as far as can be", 1: ""}.get(
+        graphs.merge_layers, f", up to {graphs.merge_layers} neighbouring layers merged"
+    )
+    rest = "; what cannot be captured runs eagerly" if graphs.policy is CapturePolicy.auto else ""
+    return f"{kind} of {_parts(config)}{merged}, in the order of the first step, after that step{rest}"
+
+
+def _is_switched_off(graphs: CudaGraphConfig) -> bool:
+    return graphs.impl is CudaGraphImpl.local and graphs.policy is CapturePolicy.off
 
 
 def _parts(config: RunConfig) -> str:
@@ -72,7 +82,7 @@ def _validation(config: RunConfig) -> str:
 
 def _inference(config: RunConfig) -> str:
     scope, options = config.graphs.inference_scope, config.inference
-    if scope is InferenceCudaGraphScope.none:
+    if scope is InferenceCudaGraphScope.none or _is_switched_off(config.graphs):
         return "eager"
     extent = "of the whole model" if scope is InferenceCudaGraphScope.block else "a layer"
     number = config.num_inference_graphs

@@ -216,8 +216,10 @@ def _take(reading: FileReading, name: str, value: Any, place: str, flat: Mapping
 
 
 def _typed(name: str, value: Any) -> Any:
-    """Read text where a number is expected: YAML takes ``1e-4`` for text."""
+    """Read what YAML takes for something else: ``1e-4``, which is text there, and the word ``off``, which is false."""
     option = _TABLE.get(name)
+    if option is not None and value is False and "off" in option.choices:
+        return "off"
     if option is None or not isinstance(value, str) or option.nargs != 1 or "str" in option.annotation:
         return value
     try:

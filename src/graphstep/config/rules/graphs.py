@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from graphstep.config.rules.rule import Rule, at_least, no_effect
+from graphstep.config.rules.rule import Rule, at_least, idle, no_effect
 
 _MOE = ("moe", "moe_router", "moe_preprocess")
 _LAYERS: Mapping[str, str] = {
@@ -205,6 +205,58 @@ GRAPH_RULES: tuple[Rule, ...] = (
         lambda o: o.cuda_graph_retain_backward_graph and not captures_by_module(o),
         "--cuda-graph-retain-backward-graph has an effect only on local and transformer_engine",
         "leave it out",
+    ),
+    *idle(
+        ("cuda_graph_policy",),
+        ("cuda_graph_impl",),
+        lambda o: o.cuda_graph_impl == "none",
+        "--cuda-graph-impl none captures nothing",
+        "add --cuda-graph-impl local, or leave it out",
+    ),
+    no_effect(
+        "policy-only-for-local",
+        ("cuda_graph_impl", "cuda_graph_policy"),
+        lambda o: o.cuda_graph_impl in ("full_iteration", "transformer_engine") and o.cuda_graph_policy != "required",
+        "--cuda-graph-policy {cuda_graph_policy} has no effect yet with --cuda-graph-impl {cuda_graph_impl}: it "
+        "captures, and what cannot be captured is an error",
+        "leave it out, or use --cuda-graph-impl local",
+    ),
+    no_effect(
+        "policy-off",
+        ("cuda_graph_impl", "cuda_graph_policy"),
+        lambda o: o.cuda_graph_impl == "local" and o.cuda_graph_policy == "off",
+        "with --cuda-graph-policy off nothing is captured, and the other options of CUDA graphs have no effect",
+        "use --cuda-graph-policy auto or required to capture",
+    ),
+    *idle(
+        (
+            "cuda_graph_on_mismatch",
+            "cuda_graph_capture_after",
+            "cuda_graph_max_signatures",
+            "cuda_graph_merge_layers",
+            "cuda_graph_debug",
+        ),
+        ("cuda_graph_impl",),
+        lambda o: o.cuda_graph_impl != "local",
+        "it is an option of --cuda-graph-impl local",
+        "use --cuda-graph-impl local, or leave it out",
+    ),
+    no_effect(
+        "capture-after-without-recapture",
+        (
+            "cuda_graph_capture_after",
+            "given_cuda_graph_capture_after",
+            "cuda_graph_on_mismatch",
+            "cuda_graph_impl",
+        ),
+        lambda o: (
+            o.given_cuda_graph_capture_after
+            and o.cuda_graph_impl == "local"
+            and o.cuda_graph_on_mismatch != "recapture"
+        ),
+        "--cuda-graph-capture-after has no effect with --cuda-graph-on-mismatch {cuda_graph_on_mismatch}: what the "
+        "first step has not seen is never captured",
+        "use --cuda-graph-on-mismatch recapture, or leave it out",
     ),
     Rule(
         code="full-iteration-host-reads",
