@@ -1,7 +1,8 @@
-"""The switches that say what is captured and how: Megatron-LM's names and values, and ours.
+"""The switches that say what is captured and how: Megatron-LM's names and values.
 
 Source of names and meaning: Megatron-LM's options ``--cuda-graph-impl``, ``--cuda-graph-modules`` and
-``--inference-cuda-graph-scope``. Policies, signatures, merging and debugging are ours.
+``--inference-cuda-graph-scope``. Those of policies, signatures, merging and
+debugging are ours.
 """
 
 from __future__ import annotations
