@@ -1,15 +1,27 @@
-"""What was captured, what was not, and what it cost."""
+"""What was captured, what was not and why, and what it cost."""
 
 from __future__ import annotations
 
 import io
+import re
 from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from rich.console import Console
-from rich.markup import escape
+from rich import box
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.segment import Segment
 from rich.table import Table
+from rich.text import Text
+
+from graphstep.capture.reasons import EagerReason, advice, reason_of
+
+MIB = 2**20
+EXPECTED = (EagerReason.OBSERVED, EagerReason.EVALUATION)
+"""Eager calls that nobody expects to be replays."""
+WITHOUT_ADVICE = (*EXPECTED, EagerReason.NOT_CAPTURED_YET)
+"""Reasons that pass by themselves; reports give no advice for them."""
 
 
 @dataclass(slots=True)
@@ -26,13 +38,72 @@ class RegionStats:
     static_bytes: int = 0
     num_replays: int = 0
     eager_calls: Counter[str] = field(default_factory=Counter)
-    """Calls that ran eagerly, by reason."""
+    """Calls that ran eagerly, by reason: an :class:`EagerReason`, or a text of the strategy's own."""
     last_mismatch: tuple[str, ...] = ()
     """What differed from the captured signature, with paths, when a call last ran eagerly for that."""
+    num_slots: int = 0
+    """Microbatches in flight that have graphs."""
+    num_signatures: int = 0
+    """Signatures that have graphs."""
+    num_evictions: int = 0
+    """Signatures whose graphs were given up for those of others."""
+    num_launches: int = 0
+    """Graph launches; fewer than replays where one launch serves several regions."""
+    why_not_captured: str = ""
+    """Why there is no recording, with cause and line if the capture failed."""
+    last_detail: str = ""
+    """What exactly was in the way when a call last ran eagerly: the name of an attribute, argument or parameter."""
+
+    @property
+    def is_captured(self) -> bool:
+        """True if there are recordings to replay."""
+        return self.num_recordings > 0
+
+    @property
+    def num_hits(self) -> int:
+        """Calls that were replays."""
+        return self.num_replays
+
+    @property
+    def num_misses(self) -> int:
+        """Calls that ran eagerly although they might have been replays: all but the observed ones and evaluation."""
+        return sum(count for reason, count in self.eager_calls.items() if reason not in EXPECTED)
 
     def copy(self) -> RegionStats:
         """The counts of this moment."""
         return replace(self, eager_calls=self.eager_calls.copy())
+
+    def to_json(self) -> dict[str, Any]:
+        """The same as plain data. A reason that is a text of the strategy's own has no code."""
+        return {
+            "name": self.name,
+            "kind": self.kind,
+            "is_captured": self.is_captured,
+            "why_not_captured": self.why_not_captured,
+            "num_slots": self.num_slots,
+            "num_signatures": self.num_signatures,
+            "num_evictions": self.num_evictions,
+            "num_recordings": self.num_recordings,
+            "num_operations": self.num_operations,
+            "capture_seconds": self.capture_seconds,
+            "pool_bytes": self.pool_bytes,
+            "static_bytes": self.static_bytes,
+            "num_replays": self.num_replays,
+            "num_launches": self.num_launches,
+            "num_hits": self.num_hits,
+            "num_misses": self.num_misses,
+            "eager_calls": {str(reason): count for reason, count in self.eager_calls.items()},
+            "eager_reasons": [
+                {
+                    "code": found.code if (found := reason_of(reason)) else None,
+                    "reason": str(reason),
+                    "num_calls": count,
+                }
+                for reason, count in self.eager_calls.items()
+            ],
+            "last_mismatch": list(self.last_mismatch),
+            "last_detail": self.last_detail,
+        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,19 +124,27 @@ class CaptureReport:
         """Time spent in warmup and capture, in seconds."""
         return sum(row.capture_seconds for row in self.rows)
 
+    def coverage(self) -> tuple[int, int]:
+        """Captured regions, and all regions."""
+        return sum(row.is_captured for row in self.rows), len(self.rows)
+
     def render(self) -> Table:
-        """A table for a terminal."""
-        title = f"captured: {self.num_recordings} recordings, {self.engine} engine"
-        table = Table(title=title, title_justify="left")
-        for name in ("region", "recordings", "operations", "capture s", "replays"):
-            table.add_column(name, justify="left" if name == "region" else "right", no_wrap=True)
-        table.add_column("eager calls", overflow="fold")
-        for row in self.rows:
-            eager = ", ".join(f"{count} {reason}" for reason, count in row.eager_calls.items())
-            if row.last_mismatch:
-                eager += f" (last: {'; '.join(row.last_mismatch)})"
-            counts = (row.num_recordings, row.num_operations, f"{row.capture_seconds:.2f}", row.num_replays)
-            table.add_row(escape(row.name), *map(str, counts), escape(eager))
+        """A table for a terminal; below it what was not captured and why, and the eager calls with their reasons.
+
+        Regions of one kind and with equal numbers share a row, which holds the numbers of each of them, not their
+        sums. Seconds and pool memory are never quite equal: there a row has the smallest and the largest. Columns
+        about signatures and microbatches in flight are left out where no region has any.
+        """
+        title = f"captured: {_count(self.num_recordings, 'recording')}, {self.engine} engine"
+        notes = [*_why_notes(self.rows), *_eager_notes(self.rows), *_advice_notes(self.rows)]
+        table = _ReportTable(Text.assemble((title, "bold"), "\n", self._sums()), notes)
+        has_slots = any(row.num_slots or row.num_signatures for row in self.rows)
+        table.add_column("region", overflow="fold")
+        for heading in _Line.headings(has_slots):
+            table.add_column(heading, justify="right", overflow="fold")
+        for line, rows in _grouped(self.rows).items():
+            names = _joined([row.name for row in rows])
+            table.add_row(Text(names), *map(Text, line.cells(rows, has_slots)))
         return table
 
     def __str__(self) -> str:
@@ -73,28 +152,174 @@ class CaptureReport:
         console = Console(file=io.StringIO(), width=120, color_system=None)
         with console.capture() as captured:
             console.print(self.render())
-        return captured.get().rstrip()
+        return "\n".join(line.rstrip() for line in captured.get().rstrip().splitlines())
 
     def to_json(self) -> dict[str, Any]:
         """The same as plain data."""
+        num_captured, num_regions = self.coverage()
         return {
             "engine": self.engine,
             "num_recordings": self.num_recordings,
             "capture_seconds": self.capture_seconds,
             "pool_bytes": self.pool_bytes,
-            "regions": [
-                {
-                    "name": row.name,
-                    "kind": row.kind,
-                    "num_recordings": row.num_recordings,
-                    "num_operations": row.num_operations,
-                    "capture_seconds": row.capture_seconds,
-                    "pool_bytes": row.pool_bytes,
-                    "static_bytes": row.static_bytes,
-                    "num_replays": row.num_replays,
-                    "eager_calls": dict(row.eager_calls),
-                    "last_mismatch": list(row.last_mismatch),
-                }
-                for row in self.rows
-            ],
+            "coverage": {"num_captured": num_captured, "num_regions": num_regions},
+            "regions": [row.to_json() for row in self.rows],
         }
+
+    def _sums(self) -> str:
+        num_captured, num_regions = self.coverage()
+        parts = [f"{num_captured} of {_count(num_regions, 'region')}", f"{self.capture_seconds:.2f} s"]
+        parts.append(f"pool {_mib([self.pool_bytes])} MiB")
+        num_launches = sum(row.num_launches for row in self.rows)
+        num_evictions = sum(row.num_evictions for row in self.rows)
+        if num_launches:
+            num_replays = sum(row.num_replays for row in self.rows)
+            parts.append(f"{_count(num_replays, 'replay')} in {_count(num_launches, 'launch', 'es')}")
+        if num_evictions:
+            parts.append(f"{_count(num_evictions, 'signature')} evicted")
+        return ", ".join(parts)
+
+
+class _ReportTable(Table):
+    """A table between texts that may be wider than it is.
+
+    Also for terminals and files that cannot show more than ASCII: a report must not end a run with an error.
+    """
+
+    def __init__(self, heading: Text, notes: Sequence[Text]) -> None:
+        # No vertical rules: with ten columns they would take a fifth of the width.
+        super().__init__(box=box.SIMPLE_HEAD, show_edge=False, padding=0)
+        self._heading = heading
+        self._notes = [Text(), *notes] if notes else []
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        for part in self._parts(console, options):
+            if options.ascii_only and isinstance(part, Segment):
+                text = part.text.replace("\N{HORIZONTAL ELLIPSIS}", "-").encode("ascii", "replace").decode("ascii")
+                yield Segment(text, part.style, part.control)
+            else:
+                yield part
+
+    def _parts(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        yield from console.render(self._heading, options)
+        yield from super().__rich_console__(console, options)
+        for note in self._notes:
+            yield from console.render(note, options)
+
+
+@dataclass(frozen=True, slots=True)
+class _Line:
+    """What regions must have in common to share a row."""
+
+    kind: str
+    name_pattern: str
+    is_captured: bool
+    num_slots: int
+    num_signatures: int
+    num_recordings: int
+    num_operations: int
+    static_bytes: int
+    num_replays: int
+
+    @classmethod
+    def of(cls, row: RegionStats) -> _Line:
+        return cls(
+            kind=row.kind,
+            name_pattern=re.sub(r"\d+", "#", row.name),
+            is_captured=row.is_captured,
+            num_slots=row.num_slots,
+            num_signatures=row.num_signatures,
+            num_recordings=row.num_recordings,
+            num_operations=row.num_operations,
+            static_bytes=row.static_bytes,
+            num_replays=row.num_replays,
+        )
+
+    @staticmethod
+    def headings(has_slots: bool) -> list[str]:
+        slots = ["in\nflight", "signa-\ntures"] if has_slots else []
+        costs = ["capture\ns", "pool\nMiB", "static\nMiB"]
+        return ["cap-\ntured", *slots, "record-\nings", "opera-\ntions", *costs, "replays"]
+
+    def cells(self, rows: Sequence[RegionStats], has_slots: bool) -> list[str]:
+        return [
+            "yes" if self.is_captured else "no",
+            *([str(self.num_slots), str(self.num_signatures)] if has_slots else []),
+            str(self.num_recordings),
+            str(self.num_operations),
+            _from_to([f"{seconds:.2f}" for seconds in sorted(row.capture_seconds for row in rows)]),
+            _mib([row.pool_bytes for row in rows]),
+            _mib([self.static_bytes]),
+            str(self.num_replays),
+        ]
+
+
+def _grouped(rows: Iterable[RegionStats]) -> dict[_Line, list[RegionStats]]:
+    """Regions by the row they share, in the order of their first ones."""
+    groups: dict[_Line, list[RegionStats]] = {}
+    for row in rows:
+        groups.setdefault(_Line.of(row), []).append(row)
+    return groups
+
+
+def _eager_notes(rows: Sequence[RegionStats]) -> list[Text]:
+    """Which regions ran eagerly how often, and why."""
+    texts: dict[str, list[str]] = {}
+    for row in rows:
+        text = ", ".join(f"{count} {reason}" for reason, count in row.eager_calls.items())
+        last = "; ".join(filter(None, [*row.last_mismatch, row.last_detail]))
+        if text or last:
+            texts.setdefault(text + (f" (last: {last})" if last else ""), []).append(row.name)
+    return [Text(f"eager calls of {_region_names(names, rows)}: {text}") for text, names in texts.items()]
+
+
+def _why_notes(rows: Sequence[RegionStats]) -> list[Text]:
+    """Which regions have no recordings, and why."""
+    texts: dict[str, list[str]] = {}
+    for row in rows:
+        if row.why_not_captured:
+            texts.setdefault(row.why_not_captured, []).append(row.name)
+    return [Text(f"not captured, {_region_names(names, rows)}: {text}") for text, names in texts.items()]
+
+
+def _advice_notes(rows: Sequence[RegionStats]) -> list[Text]:
+    """What to do about the reasons that came up, once for each."""
+    reasons = dict.fromkeys(str(reason) for row in rows for reason in row.eager_calls if reason not in WITHOUT_ADVICE)
+    return [Text(f"{reason}: {advice(reason)}", "dim") for reason in reasons if advice(reason)]
+
+
+def _region_names(names: Sequence[str], rows: Sequence[RegionStats]) -> str:
+    return "all regions" if len(names) == len(rows) > 1 else _joined(names)
+
+
+def _joined(names: Iterable[str]) -> str:
+    """``layers.0 … layers.11, layers.13``: a run of names that count up in one number is told by its ends."""
+    runs: list[list[str]] = []
+    for name in names:
+        place = _counted(runs[-1][-1], name) if runs else None
+        if place is not None and (len(runs[-1]) == 1 or place == _counted(*runs[-1][-2:])):
+            runs[-1].append(name)
+        else:
+            runs.append([name])
+    return ", ".join(_from_to(run, " … ") if len(run) > 2 else ", ".join(run) for run in runs)
+
+
+def _counted(before: str, after: str) -> int | None:
+    """Which number of a name is one higher in the next name; None if anything else differs."""
+    old, new = (re.split(r"(\d+)", name) for name in (before, after))
+    places = [place for place, pair in enumerate(zip(old, new, strict=False)) if pair[0] != pair[1]]
+    if len(old) != len(new) or len(places) != 1 or places[0] % 2 == 0:
+        return None
+    return places[0] if int(new[places[0]]) == int(old[places[0]]) + 1 else None
+
+
+def _from_to(texts: Sequence[str], between: str = " to ") -> str:
+    return texts[0] if texts[0] == texts[-1] else f"{texts[0]}{between}{texts[-1]}"
+
+
+def _mib(sizes: Iterable[int]) -> str:
+    return _from_to([f"{size / MIB:.1f}" for size in sorted(sizes)])
+
+
+def _count(number: int, noun: str, ending: str = "s") -> str:
+    return f"{number} {noun}{'' if number == 1 else ending}"
