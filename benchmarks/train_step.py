@@ -9,6 +9,7 @@ weights and the same data. README.md beside this file says what is measured, in 
 from __future__ import annotations
 
 import sys
+import time
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
@@ -18,11 +19,11 @@ import torch
 from common import check, table
 from common.arms import ARMS, Arm
 from common.case import Case
-from common.clocks import MemoryMeter, free_memory, measure_steps, seconds_of
+from common.clocks import MemoryMeter, free_memory, measure_steps, seconds_of, synchronize
 from common.device_time import profile_steps, start_profiler
-from common.environment import command_line, commit, describe_machine, gpu_state, without_paths
+from common.environment import gpu_state, provenance
 from common.options import Options, read_options
-from common.record import ArmRecord, PassRecord, one_line, rounded, write_results
+from common.record import ArmRecord, PassRecord, failure, one_line, rounded, write_results
 from rich.console import Console
 
 from graphstep.cli.problems import print_error, print_notices
@@ -30,6 +31,9 @@ from graphstep.errors import UserInputError
 from graphstep.training.setup import preflight
 
 T = TypeVar("T")
+
+_LEAST_WARMUP_STEPS, _WARMUP_SECONDS = 5, 0.5
+"""Warmup steps after this time are not needed any more, if there were that many."""
 
 
 class Benchmark:
@@ -39,7 +43,8 @@ class Benchmark:
     2. Timing again, in the opposite order: a drift of the machine shows as a difference, and the median over both
        passes is that of arms whose places in time average out.
     3. The profiler, which must not have been active before: it slows launches down.
-    4. The comparison with eager once more, with deterministic kernels.
+    4. The comparison of the project's own arms with eager once more, with deterministic kernels. Peers are left out:
+       they would be compiled again, which takes as long as all their steps, and never equal eager bit for bit.
 
     An arm that fails is left out of later passes; the others go on.
     """
@@ -51,6 +56,7 @@ class Benchmark:
         self.reference: dict[str, float] = {}
         self.nondeterministic: list[str] = []
         self._arms = arms
+        self._began = time.monotonic()
         self._device = device
         self._expected: list[check.StepResult] = []
 
@@ -72,24 +78,22 @@ class Benchmark:
         if self._device.type == "cuda":
             start_profiler(self._device)
             self._each(self.records, "profile", self._profile)
-        if self.options.compares_deterministic and any(record.status == "ok" for record in self.records):
+        if self.options.compares_deterministic and any(r.is_ours and r.status == "ok" for r in self.records):
             with check.deterministic_kernels() as names:
                 self._expected = check.eager_results(self.case, num_steps=self.options.num_checked_steps)
-                self._each(self.records, "deterministic", self._compare)
+                self._each([record for record in self.records if record.is_ours], "deterministic", self._compare)
             self.nondeterministic = names
 
     def _each(self, records: Iterable[ArmRecord], title: str, action: Callable[[ArmRecord], None]) -> None:
         for record in records:
             if record.status != "ok":
                 continue
-            print(f"{title}: {record.name}", file=sys.stderr, flush=True)
+            print(f"{time.monotonic() - self._began:5.0f} s  {title}: {record.name}", file=sys.stderr, flush=True)
             try:
                 action(record)
             except Exception as error:  # whatever an arm does, the others are to go on
                 traceback.print_exc()
-                first_line = (str(error).splitlines() or [""])[0]
-                record.status = "failed"
-                record.reason = without_paths(f"{title}: {type(error).__name__}: {first_line}")[:300]
+                record.status, record.reason = "failed", failure(title, error)
             if record.status != "ok":
                 self._clean_up()  # only here, where the error is gone, do its frames let go of the arm's tensors
 
@@ -108,7 +112,12 @@ class Benchmark:
             if record.normal is None:
                 record.normal = check.compare(arm, self.case, self._expected)
             self._warm_up(arm)
-            times = measure_steps(self._runner(arm), self._device, num_steps=self.options.num_steps)
+            times = measure_steps(
+                self._runner(arm),
+                self._device,
+                num_steps=self.options.num_steps,
+                enough_ms=self.options.enough_ms,
+            )
             meter.end()
             return PassRecord(
                 times=times,
@@ -152,7 +161,12 @@ class Benchmark:
 
     def _warm_up(self, arm: Arm) -> None:
         run = self._runner(arm)
-        seconds_of(lambda: [run(index) for index in range(self.options.num_warmup_steps)], self._device)
+        started = time.perf_counter()
+        for index in range(self.options.num_warmup_steps):
+            if index >= _LEAST_WARMUP_STEPS and time.perf_counter() - started > _WARMUP_SECONDS:
+                break
+            run(index)
+        synchronize(self._device)
 
 
 def results_of(benchmark: Benchmark, argv: Sequence[str], *, started: datetime, gpu_before: dict[str, str]) -> Any:
@@ -161,14 +175,7 @@ def results_of(benchmark: Benchmark, argv: Sequence[str], *, started: datetime, 
     config = options.config
     return rounded(
         {
-            "schema": 1,
-            "benchmark": "train_step",
-            "started": started.isoformat(timespec="seconds"),
-            "command": command_line("benchmarks/train_step.py", argv),
-            "commit": commit(),
-            "machine": describe_machine(device),
-            "gpu_before": gpu_before,
-            "gpu_after": gpu_state(device),
+            **provenance("train_step", argv, device, started=started, gpu_before=gpu_before),
             "config": {
                 "model": config.to_json()["model"],
                 "num_parameters": benchmark.case.origin.num_parameters(),
@@ -178,6 +185,7 @@ def results_of(benchmark: Benchmark, argv: Sequence[str], *, started: datetime, 
                 "gradients": benchmark.case.gradient_kind,
                 "seed": config.training.seed,
                 "num_steps": options.num_steps,
+                "enough_ms": options.enough_ms,
                 "num_warmup_steps": options.num_warmup_steps,
                 "num_profiled_steps": options.num_profiled_steps,
             },

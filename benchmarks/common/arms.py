@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType
 from typing import Any, ClassVar, Protocol
 
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 
 from common.case import Case, Gradients, StepBatches, zeroing_step
 from common.clocks import seconds_of
+from graphstep.capture.report import CaptureReport
 from graphstep.config import CudaGraphConfig, CudaGraphImpl
 from graphstep.models import GPTModel
 from graphstep.strategies import ForwardBackward, Strategy, build_strategy
@@ -56,13 +58,18 @@ class _Parts:
 
 
 class EagerArm:
-    """The step as it is, uncaptured."""
+    """The step as it is, uncaptured.
+
+    Args:
+        step_of: makes the step of the gradients that it is to zero; all arms of a comparison are given the same.
+    """
 
     name: ClassVar[str] = "eager"
     is_ours: ClassVar[bool] = True
 
-    def __init__(self) -> None:
+    def __init__(self, step_of: Callable[[Gradients], ForwardBackward] = zeroing_step) -> None:
         self.capture_seconds: float | None = None
+        self._step_of = step_of
         self._made: _Parts | None = None
 
     def why_not(self, case: Case) -> str | None:
@@ -102,7 +109,7 @@ class EagerArm:
     def _make(self, case: Case) -> _Parts:
         model = case.new_model()
         gradients = case.new_gradients(model)
-        self._made = _Parts(model, gradients, zeroing_step(gradients))
+        self._made = _Parts(model, gradients, self._step_of(gradients))
         return self._made
 
     def _run(self, batches: StepBatches, model: nn.Module) -> Tensor:
@@ -112,21 +119,23 @@ class EagerArm:
 class StrategyArm(EagerArm):
     """A strategy of the project around the function; on the CPU with the tape engine."""
 
-    impl: ClassVar[CudaGraphImpl]
+    graphs: ClassVar[CudaGraphConfig]
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, step_of: Callable[[Gradients], ForwardBackward] = zeroing_step) -> None:
+        super().__init__(step_of)
         self._strategy: Strategy | None = None
+        self._first_seconds: list[float] = []
 
     def build(self, case: Case) -> None:
         """Run the strategy's warmup steps, and the one or two in which it captures."""
         parts = self._make(case)
-        graphs = CudaGraphConfig(impl=self.impl)
         self._strategy = build_strategy(
-            graphs, model=parts.model, forward_backward_func=parts.function, device=case.device
+            self.graphs, model=parts.model, forward_backward_func=parts.function, device=case.device
         )
-        for index in range(graphs.warmup_steps + 2):
-            self.step(case.batches(index))
+        self._first_seconds = [
+            seconds_of(partial(self.step, case.batches(index)), case.device)
+            for index in range(self.graphs.warmup_steps + 2)
+        ]
         self.capture_seconds = self._strategy.report().capture_seconds
 
     def step(self, batches: StepBatches) -> Tensor:
@@ -138,24 +147,10 @@ class StrategyArm(EagerArm):
         return losses
 
     def details(self) -> dict[str, Any]:
-        """The strategy's report, summed over its regions."""
+        """The strategy's report, summed over its regions, and how long the steps took in which it got ready."""
         if self._strategy is None:
             return {}
-        report = self._strategy.report()
-        eager_calls: dict[str, int] = {}
-        for row in report.rows:
-            for reason, count in row.eager_calls.items():
-                eager_calls[reason] = eager_calls.get(reason, 0) + count
-        return {
-            "engine": report.engine,
-            "num_regions": len(report.rows),
-            "num_recordings": report.num_recordings,
-            "num_operations": sum(row.num_operations for row in report.rows),
-            "num_replays": sum(row.num_replays for row in report.rows),
-            "eager_calls": eager_calls,
-            "pool_bytes": report.pool_bytes,
-            "static_bytes": sum(row.static_bytes for row in report.rows),
-        }
+        return {**summed(self._strategy.report()), "first_step_seconds": self._first_seconds}
 
     def close(self) -> None:
         """Free the graphs, then the model."""
@@ -165,18 +160,43 @@ class StrategyArm(EagerArm):
         super().close()
 
 
+def summed(report: CaptureReport) -> dict[str, Any]:
+    """A strategy's report as plain data, summed over its regions."""
+    eager_calls: dict[str, int] = {}
+    for row in report.rows:
+        for reason, count in row.eager_calls.items():
+            eager_calls[reason] = eager_calls.get(reason, 0) + count
+    return {
+        "engine": report.engine,
+        "num_regions": len(report.rows),
+        "num_recordings": report.num_recordings,
+        "num_operations": sum(row.num_operations for row in report.rows),
+        "num_replays": sum(row.num_replays for row in report.rows),
+        "eager_calls": eager_calls,
+        "pool_bytes": report.pool_bytes,
+        "static_bytes": sum(row.static_bytes for row in report.rows),
+    }
+
+
 class FullIterationArm(StrategyArm):
     """``full_iteration``: the whole function, zeroing included, is one graph."""
 
     name: ClassVar[str] = "full_iteration"
-    impl: ClassVar[CudaGraphImpl] = CudaGraphImpl.full_iteration
+    graphs: ClassVar[CudaGraphConfig] = CudaGraphConfig(impl=CudaGraphImpl.full_iteration)
 
 
 class LocalArm(StrategyArm):
     """``local``: a pair of graphs for each whole layer; embedding, head, loss and zeroing are eager."""
 
     name: ClassVar[str] = "local"
-    impl: ClassVar[CudaGraphImpl] = CudaGraphImpl.local
+    graphs: ClassVar[CudaGraphConfig] = CudaGraphConfig(impl=CudaGraphImpl.local)
+
+
+class LocalMergedArm(StrategyArm):
+    """``local`` with neighbouring layers launched as one graph, as many as can be."""
+
+    name: ClassVar[str] = "local_merged"
+    graphs: ClassVar[CudaGraphConfig] = CudaGraphConfig(impl=CudaGraphImpl.local, merge_layers=0)
 
 
 class MakeGraphedCallablesArm(EagerArm):
@@ -214,8 +234,8 @@ class CompileArm(EagerArm):
     num_first_steps: ClassVar[int] = 2
     """Steps until nothing is compiled or recorded any more."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, step_of: Callable[[Gradients], ForwardBackward] = zeroing_step) -> None:
+        super().__init__(step_of)
         self._compiled: nn.Module | None = None
         self._counts: dict[str, int] = {}
 
@@ -290,6 +310,7 @@ ARMS: MappingProxyType[str, Callable[[], Arm]] = MappingProxyType(
             EagerArm,
             FullIterationArm,
             LocalArm,
+            LocalMergedArm,
             MakeGraphedCallablesArm,
             CompileArm,
             CompileReduceOverheadArm,

@@ -47,29 +47,49 @@ class StepTimes:
 
 ROUND_MS = 250.0
 """Least length of a round of steps on CUDA. The device waits for the host once a round, which must not count."""
+LEAST_STEPS = 20
+"""Single steps that are timed however long they take."""
 
 
-def measure_steps(run: Run, device: torch.device, *, num_steps: int, num_rounds: int = 10) -> StepTimes:
-    """Time ``num_steps`` single steps, then as many or more in rounds of steps issued back to back.
+def measure_steps(
+    run: Run, device: torch.device, *, num_steps: int, enough_ms: float | None = None, num_rounds: int = 5
+) -> StepTimes:
+    """Time single steps, then rounds of steps issued back to back.
 
     On CUDA between two events of the current stream, on the CPU by the wall clock.
+
+    Args:
+        run: runs a step; warm.
+        device: where it runs.
+        num_steps: single steps, and on the CPU about as many in rounds.
+        enough_ms: once single steps have taken this time together (and there are ``LEAST_STEPS``), no more follow.
+        num_rounds: on CUDA each takes at least ``ROUND_MS``.
     """
     times = StepTimes()
     watch = _CudaWatch(device) if device.type == "cuda" else _WallWatch()
     for index in range(num_steps):
+        if enough_ms is not None and index >= LEAST_STEPS and sum(times.step) >= enough_ms:
+            break
         watch.start()
         before = time.perf_counter()
         run(index)
         times.launch.append((time.perf_counter() - before) * 1e3)
         times.step.append(watch.stop_ms())
+
+    def round_ms(num_steps: int) -> float:
+        watch.start()
+        for index in range(num_steps):
+            run(index)
+        return watch.stop_ms()
+
     steps_per_round = max(1, num_steps // num_rounds)
     if device.type == "cuda":
-        steps_per_round = max(steps_per_round, math.ceil(ROUND_MS / statistics.median(times.step)))
+        steps_per_round = math.ceil(1.1 * ROUND_MS / statistics.median(times.step))
+        # Steps without gaps between them are shorter than single ones: rounds that do not count tell how many it takes.
+        while (took_ms := round_ms(steps_per_round)) < ROUND_MS:
+            steps_per_round = math.ceil(1.1 * ROUND_MS * steps_per_round / took_ms)
     for _ in range(min(num_rounds, num_steps)):
-        watch.start()
-        for index in range(steps_per_round):
-            run(index)
-        times.back_to_back.append(watch.stop_ms() / steps_per_round)
+        times.back_to_back.append(round_ms(steps_per_round) / steps_per_round)
     return times
 
 
@@ -114,6 +134,8 @@ class MemoryUse:
     """The same of what torch took from the driver."""
     steady_allocated: int | None = None
     """Peak of steps after the arm was built."""
+    steady_reserved: int | None = None
+    """The same of what torch held from the driver."""
     driver_used: int | None = None
     """Growth of the device's used memory at the end: also what graphs, libraries and modules took from the driver."""
     not_freed: int | None = None
@@ -147,7 +169,7 @@ class MemoryMeter:
         """Note the peaks, before the arm is closed."""
         if self._is_cuda:
             allocated, reserved = self._peaks()
-            self.use.steady_allocated = allocated
+            self.use.steady_allocated, self.use.steady_reserved = allocated, reserved
             self.use.peak_allocated = max(allocated, self._peaks_of_build[0])
             self.use.peak_reserved = max(reserved, self._peaks_of_build[1])
             self.use.driver_used = self._driver_free - torch.cuda.mem_get_info(self._device)[0]

@@ -9,6 +9,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from datetime import datetime
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,30 @@ COMMIT_VARIABLE = "GRAPHSTEP_COMMIT"
 
 _ENVIRONMENT = re.compile(r"CUDA_|CUBLAS|NVIDIA_TF32|PYTORCH_|TORCH_|TORCHINDUCTOR_|NCCL_|OMP_NUM_THREADS|MKL_NUM")
 _ABSOLUTE_PATH = re.compile(r"(?<![\w.:/~-])/(?:[^\s/:'\"]+/)+")
+
+
+def provenance(
+    benchmark: str, argv: Sequence[str], device: torch.device, *, started: datetime, gpu_before: Mapping[str, str]
+) -> dict[str, Any]:
+    """Return what the results of every program begin with, as plain data.
+
+    Args:
+        benchmark: name of the program, without its ending.
+        argv: words after it.
+        device: where it ran.
+        started: when it began.
+        gpu_before: :func:`gpu_state` of that moment; that of now is added.
+    """
+    return {
+        "schema": 1,
+        "benchmark": benchmark,
+        "started": started.isoformat(timespec="seconds"),
+        "command": command_line(f"benchmarks/{benchmark}.py", argv),
+        "commit": commit(),
+        "machine": describe_machine(device),
+        "gpu_before": dict(gpu_before),
+        "gpu_after": gpu_state(device),
+    }
 
 
 def describe_machine(device: torch.device) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The command line: a few options of the benchmark, and the project's own for the model."""
+"""The command lines: a few options of the benchmarks, and the project's own for the model."""
 
 from __future__ import annotations
 
@@ -15,27 +15,36 @@ from graphstep.config import RunConfig, from_argv
 from graphstep.config.options import OPTIONS
 from graphstep.errors import ConfigError, Problem, UserInputError
 
-BAR_MODEL: Final[Mapping[str, str]] = {
-    "--num-layers": "12",
-    "--hidden-size": "768",
-    "--num-attention-heads": "12",
+Words = Mapping[str, str]
+"""Options of a model and their values."""
+
+_COMMON_WORDS: Final[Words] = {
     "--vocab-size": "32768",
-    "--seq-length": "512",
     "--micro-batch-size": "1",
     "--attention-dropout": "0",
     "--hidden-dropout": "0",
 }
-"""GPT 125M, the model of the project's numbers. The width of the MLP follows: 4 x 768 = 3072."""
+MODELS: Final[Mapping[str, Words]] = {
+    "125m": {
+        **{"--num-layers": "12", "--hidden-size": "768", "--num-attention-heads": "12", "--seq-length": "512"},
+        **_COMMON_WORDS,
+    },
+    "350m": {
+        **{"--num-layers": "24", "--hidden-size": "1024", "--num-attention-heads": "16", "--seq-length": "1024"},
+        **_COMMON_WORDS,
+    },
+}
+"""The models of the project's numbers. The width of the MLP follows: four times the hidden size."""
 
 _WITH_EFFECT: Final = ("micro_batch_size", "seed", "device", "make_vocab_size_divisible_by", "bf16")
-"""Options outside the model's that this benchmark heeds."""
+"""Options outside the model's that the benchmarks heed."""
 
 _DESCRIPTION: Final = (
     "Times one training step (zero grads, forward, backward) of a GPT, eager and captured in several ways, with the "
-    "same weights and data. All options of the model that `graphstep train` has can be given too; without any it is "
-    f"`{' '.join(word for pair in BAR_MODEL.items() for word in pair)}`, in bf16."
+    "same weights and data."
 )
 _EPILOG: Final = (
+    "All options of the model that `graphstep train` has can be given too; they come before those of --model. "
     f"Where there is no git checkout, {COMMIT_VARIABLE}=<hash> in the environment names the commit. "
     "Exit code: 0; 1 when an arm of the project failed; 2 for bad options."
 )
@@ -43,7 +52,7 @@ _EPILOG: Final = (
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """What the program is told."""
+    """What ``train_step.py`` is told."""
 
     config: RunConfig
     """Model, batch sizes, precision, seed, device."""
@@ -51,7 +60,9 @@ class Options:
     """In the order in which they run."""
     has_main_grads: bool
     num_steps: int
-    """Single steps of an arm in a pass; back to back, about as many again."""
+    """Single steps of an arm in a pass, at most."""
+    enough_ms: float | None
+    """No further single steps once they have taken this time together; None: all of them."""
     num_warmup_steps: int
     num_profiled_steps: int
     num_checked_steps: int
@@ -61,7 +72,7 @@ class Options:
 
 
 def read_options(argv: Sequence[str]) -> Options:
-    """Read a command line.
+    """Read the command line of ``train_step.py``.
 
     Raises:
         UserInputError: all problems with the options of the model.
@@ -69,28 +80,84 @@ def read_options(argv: Sequence[str]) -> Options:
     """
     given, rest = _parser().parse_known_args(argv)
     is_quick: bool = given.quick
-    output: Path | None = given.output
-    if output is None and not is_quick:
-        output = ROOT / "benchmarks" / "results"
     return Options(
-        config=_read_model(rest, given),
+        config=read_model(rest, given, MODELS[given.model], num_microbatches=given.num_microbatches),
         arms=tuple(name for name in ARMS if name in given.arms),
         has_main_grads=given.main_grads,
         num_steps=given.steps or (5 if is_quick else 200),
+        enough_ms=1000.0 if given.steps is None else None,
         num_warmup_steps=2 if is_quick else 20,
         num_profiled_steps=2 if is_quick else 10,
         num_checked_steps=2 if is_quick else 3,
         compares_deterministic=given.deterministic_check,
-        output=output,
+        output=output_folder(given),
     )
 
 
-def _read_model(rest: Sequence[str], given: argparse.Namespace) -> RunConfig:
+def common_parser(program: str, description: str) -> argparse.ArgumentParser:
+    """Return a parser with the options that all programs have.
+
+    Args:
+        program: name of the program, without its ending.
+        description: what it measures.
+    """
+    parser = argparse.ArgumentParser(
+        prog=f"benchmarks/{program}.py", description=description, epilog=_EPILOG, allow_abbrev=False
+    )
+    parser.add_argument("--fp32", action="store_true", help="fp32 parameters and gradients (default: bf16)")
+    parser.add_argument(
+        "--main-grads",
+        action="store_true",
+        help="accumulate gradients of bf16 parameters in fp32, as `graphstep train` does (default: bf16 `.grad`)",
+    )
+    parser.add_argument("--quick", action="store_true", help="a smoke test: few repeats, no file unless --output")
+    parser.add_argument(
+        "--output", type=Path, metavar="FOLDER", help="folder for the file of results (default: benchmarks/results)"
+    )
+    return parser
+
+
+def add_model_option(parser: argparse.ArgumentParser, *, default: str) -> None:
+    """Let a program choose one of ``MODELS``."""
+    told = "; ".join(
+        f"{name} is `{' '.join(w for pair in words.items() for w in pair)}`" for name, words in MODELS.items()
+    )
+    parser.add_argument("--model", choices=tuple(MODELS), default=default, help=f"default: {default}; {told}")
+
+
+def count(word: str) -> int:
+    """Read a whole number above 0."""
+    number = int(word)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"expected a whole number above 0, got {number}")
+    return number
+
+
+def output_folder(given: argparse.Namespace) -> Path | None:
+    """Return where results go; None: nowhere, as after ``--quick`` alone."""
+    folder: Path | None = given.output
+    if folder is None and not given.quick:
+        return ROOT / "benchmarks" / "results"
+    return folder
+
+
+def read_model(rest: Sequence[str], given: argparse.Namespace, base: Words, *, num_microbatches: int) -> RunConfig:
+    """Read the options of the model, and of the batches.
+
+    Args:
+        rest: what the parser of the program left.
+        given: what it read, the options of :func:`common_parser` among it.
+        base: options that hold unless ``rest`` says otherwise.
+        num_microbatches: of a step.
+
+    Raises:
+        UserInputError: all problems.
+    """
     spelled = {word.partition("=")[0] for word in rest}
-    words = [word for option, value in BAR_MODEL.items() if option not in spelled for word in (option, value)]
+    words = [word for option, value in base.items() if option not in spelled for word in (option, value)]
     if not given.fp32 and "--bf16" not in spelled:
         words.append("--bf16")
-    problems = [*_contradictions(spelled, given), *_without_effect(spelled)]
+    problems = [*_contradictions(spelled, given), *_without_effect(spelled, given)]
     try:
         config = from_argv([*words, *rest])
     except UserInputError as error:
@@ -107,7 +174,7 @@ def _read_model(rest: Sequence[str], given: argparse.Namespace) -> RunConfig:
     if problems:
         raise ConfigError(problems)
     training = config.training
-    size = training.micro_batch_size * given.num_microbatches
+    size = training.micro_batch_size * num_microbatches
     return dataclasses.replace(config, training=dataclasses.replace(training, global_batch_size=size))
 
 
@@ -118,30 +185,27 @@ def _contradictions(spelled: set[str], given: argparse.Namespace) -> Iterator[Pr
         yield Problem("contradiction", what, where=f"--fp32, {other}", fix="leave one of them out")
 
 
-def _without_effect(spelled: set[str]) -> Iterator[Problem]:
+def _without_effect(spelled: set[str], given: argparse.Namespace) -> Iterator[Problem]:
     for option in OPTIONS:
         is_heeded = option.section in ("model", None) or option.dest in _WITH_EFFECT
         for spelling in () if is_heeded else spelled.intersection(option.spellings):
-            fix = "use --num-microbatches" if option.dest == "global_batch_size" else "leave it out"
+            has_substitute = option.dest == "global_batch_size" and "num_microbatches" in given
+            fix = "use --num-microbatches" if has_substitute else "leave it out"
             yield Problem("without-effect", f"{spelling} has no effect on this benchmark", where=spelling, fix=fix)
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="benchmarks/train_step.py", description=_DESCRIPTION, epilog=_EPILOG, allow_abbrev=False
-    )
+    parser = common_parser("train_step", _DESCRIPTION)
+    add_model_option(parser, default="125m")
     parser.add_argument(
         "--arms", nargs="+", choices=tuple(ARMS), default=tuple(ARMS), metavar="ARM", help="of " + ", ".join(ARMS)
     )
-    parser.add_argument("--num-microbatches", type=_count, default=1, metavar="N", help="of a step (default: 1)")
-    parser.add_argument("--fp32", action="store_true", help="fp32 parameters and gradients (default: bf16)")
+    parser.add_argument("--num-microbatches", type=count, default=1, metavar="N", help="of a step (default: 1)")
     parser.add_argument(
-        "--main-grads",
-        action="store_true",
-        help="accumulate gradients of bf16 parameters in fp32, as `graphstep train` does (default: bf16 `.grad`)",
-    )
-    parser.add_argument(
-        "--steps", type=_count, metavar="N", help="timed steps of an arm in each of two passes (default: 200)"
+        "--steps",
+        type=count,
+        metavar="N",
+        help="timed single steps of an arm in each of two passes (default: 200, or as many as take a second)",
     )
     parser.add_argument(
         "--no-deterministic-check",
@@ -149,15 +213,4 @@ def _parser() -> argparse.ArgumentParser:
         action="store_false",
         help="leave out the comparison with eager under deterministic kernels",
     )
-    parser.add_argument("--quick", action="store_true", help="a smoke test: few repeats, no file unless --output")
-    parser.add_argument(
-        "--output", type=Path, metavar="FOLDER", help="folder for the file of results (default: benchmarks/results)"
-    )
     return parser
-
-
-def _count(word: str) -> int:
-    count = int(word)
-    if count < 1:
-        raise argparse.ArgumentTypeError(f"expected a whole number above 0, got {count}")
-    return count

@@ -14,6 +14,7 @@ from typing import Any
 from common.check import Agreement
 from common.clocks import MemoryUse, Spread, StepTimes
 from common.device_time import DeviceTime
+from common.environment import without_paths
 
 _DIGITS = 6
 
@@ -114,6 +115,12 @@ class ArmRecord:
     def _spread(parts: list[list[float]]) -> Spread | None:
         values = [value for part in parts for value in part]
         return Spread.of(values) if values else None
+
+
+def failure(title: str, error: Exception) -> str:
+    """Why an arm is ``failed``, in one line without folders."""
+    first_line = (str(error).splitlines() or [""])[0]
+    return without_paths(f"{title}: {type(error).__name__}: {first_line}")[:300]
 
 
 def rounded(value: Any) -> Any:

@@ -44,14 +44,14 @@ def results_of(text: str) -> Any:
 def test_arms_agree_and_results_are_written(
     train_step: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    arms = ["eager", "full_iteration", "local", "make_graphed_callables", "compile_reduce_overhead"]
+    arms = ["eager", "full_iteration", "local", "local_merged", "make_graphed_callables", "compile_reduce_overhead"]
     argv = [*TINY, "--num-microbatches", "2", "--arms", *arms, "--output", str(tmp_path)]
     assert train_step.main(argv) == 0
     printed = capsys.readouterr().out
     results = results_of(printed)
     found = {arm["name"]: arm for arm in results["arms"]}
     assert list(found) == arms
-    for name in arms[:3]:
+    for name in arms[:4]:
         assert found[name]["status"] == "ok"
         for mode in ("normal", "deterministic"):
             agreement = found[name]["compared_with_eager"][mode]
@@ -59,7 +59,7 @@ def test_arms_agree_and_results_are_written(
             assert agreement["gradients_equal"], (name, mode)
         assert found[name]["step_ms"]["median"] > 0.0
         assert len(found[name]["passes"]) == 2
-    for name in arms[3:]:
+    for name in arms[4:]:
         assert found[name] == {
             "name": name,
             "is_ours": False,
@@ -79,6 +79,7 @@ def test_arms_agree_and_results_are_written(
     assert details["full_iteration"]["eager_calls"] == {"warmup": 3}
     assert details["local"]["eager_calls"] == {"observed": 2}
     assert details["full_iteration"]["num_replays"] > 10
+    assert len(details["local_merged"]["first_step_seconds"]) == 5
 
 
 def test_main_gradients_and_a_failing_arm(train_step: ModuleType, common: ModuleType) -> None:
@@ -128,7 +129,48 @@ def test_defaults_are_the_model_of_the_bar(train_step: ModuleType) -> None:
     assert (model.ffn_hidden_size, model.vocab_size, model.seq_length) == (3072, 32768, 512)
     assert (training.micro_batch_size, training.num_microbatches, training.bf16) == (1, 1, True)
     assert options.num_steps >= 100
+    assert options.enough_ms is not None
+    assert options.arms == tuple(importlib.import_module("common.arms").ARMS)
     assert options.output == BENCHMARKS / "results"
+
+
+def test_larger_model_and_options_that_come_before_it(train_step: ModuleType) -> None:
+    options = train_step.read_options(["--model", "350m", "--steps", "3", "--num-layers", "2"])
+    model, training = options.config.model, options.config.training
+    assert (model.num_layers, model.hidden_size, model.num_attention_heads) == (2, 1024, 16)
+    assert (model.ffn_hidden_size, model.vocab_size, model.seq_length) == (4096, 32768, 1024)
+    assert (training.micro_batch_size, options.num_steps, options.enough_ms) == (1, 3, None)
+    assert train_step.read_options(["--model", "350m"]).config.model.num_layers == 24
+
+
+def test_slow_steps_are_few_and_rounds_long(common: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Watch:
+        def __init__(self, device: object) -> None:
+            del device
+            self.num_steps = 0
+
+        def start(self) -> None:
+            self.num_steps = 0
+
+        def stop_ms(self) -> float:
+            rounds.append(50.0 + 10.0 * (self.num_steps - 1))  # the first step after a wait takes longer
+            return rounds[-1]
+
+    rounds: list[float] = []
+    watch = Watch(None)
+    monkeypatch.setattr(common.clocks, "_CudaWatch", lambda _: watch)
+
+    def run(_: int) -> None:
+        watch.num_steps += 1
+
+    times = common.clocks.measure_steps(run, torch.device("cuda"), num_steps=200, enough_ms=1500.0)
+    assert times.step == [50.0] * 30
+    assert len(times.launch) == 30
+    assert len(times.back_to_back) == 5
+    assert all(round_ms >= common.clocks.ROUND_MS for round_ms in rounds[-5:])
+    assert times.back_to_back[0] == pytest.approx(10.0 * rounds[-1] / (rounds[-1] - 40.0))
+    assert len(common.clocks.measure_steps(run, torch.device("cuda"), num_steps=200, enough_ms=1.0).step) == 20
+    assert len(common.clocks.measure_steps(run, torch.device("cuda"), num_steps=40).step) == 40
 
 
 def event(category: str, name: str, start: float, duration: float, **more: Any) -> dict[str, Any]:
