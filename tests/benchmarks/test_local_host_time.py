@@ -42,7 +42,8 @@ def test_layers_are_timed(
             assert found[name][half]["count"] == 8
             assert 0.0 < found[name][half]["p10"] <= found[name][half]["median"] <= found[name][half]["p90"]
     details = found["local"]["passes"][0]["details"]
-    assert (details["num_regions"], details["eager_calls"]) == (3, {"observed": 3})
+    assert details["num_regions"] == 3
+    assert sum(details["eager_calls"].values()) == 3  # the observed step
     assert details["num_replays"] >= 3 * 9  # layers, steps after the capture
     for name in ("make_graphed_callables", "bare_replay"):
         assert (found[name]["status"], found[name]["reason"]) == ("unavailable", "needs a CUDA device")
