@@ -27,7 +27,7 @@ if TYPE_CHECKING:
         StaleAddressError,
         UserInputError,
     )
-    from graphstep.strategies import FullCudaGraphWrapper, LocalGraphs, build_strategy
+    from graphstep.strategies import CudaGraphManager, FullCudaGraphWrapper, LocalGraphs, attach, build_strategy
 
 __all__ = [
     "CaptureError",
@@ -35,6 +35,7 @@ __all__ = [
     "CheckpointError",
     "ConfigError",
     "CudaEngine",
+    "CudaGraphManager",
     "DataError",
     "Engine",
     "FullCudaGraphWrapper",
@@ -49,6 +50,7 @@ __all__ = [
     "TapeEngine",
     "UserInputError",
     "__version__",
+    "attach",
     "build_strategy",
     "engine_for",
 ]
@@ -66,12 +68,14 @@ _HOMES: Mapping[str, str] = {
     "CaptureError": "graphstep.errors",
     "CaptureReport": "graphstep.capture.report",
     "CudaEngine": "graphstep.engine",
+    "CudaGraphManager": "graphstep.strategies",
     "Engine": "graphstep.engine",
     "FullCudaGraphWrapper": "graphstep.strategies",
     "GraphSession": "graphstep.capture.session",
     "LocalGraphs": "graphstep.strategies",
     "Recording": "graphstep.engine",
     "TapeEngine": "graphstep.engine",
+    "attach": "graphstep.strategies",
     "build_strategy": "graphstep.strategies",
     "engine_for": "graphstep.engine",
 }

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from graphstep.capture.chain_run import Chain, ChainRun
 from graphstep.capture.graph_pair import GraphPair
+from graphstep.capture.lanes import Lane
 from graphstep.capture.manifest import Manifest
-from graphstep.capture.plan import Plan, PlanGuard, PlanObserver
+from graphstep.capture.plan import Plan, PlanObserver
 from graphstep.capture.region import Region
 from graphstep.capture.report import CaptureReport, RegionStats
 from graphstep.capture.session import GraphSession
@@ -13,11 +15,13 @@ from graphstep.capture.static_inputs import StaticInputs
 
 __all__ = [
     "CaptureReport",
+    "Chain",
+    "ChainRun",
     "GraphPair",
     "GraphSession",
+    "Lane",
     "Manifest",
     "Plan",
-    "PlanGuard",
     "PlanObserver",
     "Region",
     "RegionStats",

@@ -1,4 +1,4 @@
-"""Forward and backward recordings of one region, slot and signature, replayed through autograd."""
+"""Forward and backward recordings of one region, slot and signature, and the tensors at their seams."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from torch import Tensor
 from graphstep.capture.gradients import GradientHomes, has_gradient_hooks, hooks_off, leaves_reached
 from graphstep.capture.observe import Observation
 from graphstep.capture.parameter_aliases import ParameterAliases
+from graphstep.capture.poison import SavedTensors, poison
 from graphstep.capture.randomness import NoRandomness
 from graphstep.capture.region import Region
-from graphstep.capture.replay_function import Replay
 from graphstep.capture.report import RegionStats
 from graphstep.capture.session import GraphSession
-from graphstep.capture.signature import Signature
-from graphstep.capture.static_inputs import refresh
+from graphstep.capture.signature import Signature, TensorLayout
+from graphstep.capture.static_inputs import own_entries, refresh
 from graphstep.capture.tree import flatten, unflatten
 from graphstep.engine import Recording, torch_private
 from graphstep.errors import CaptureError, LifecycleError
@@ -26,21 +26,26 @@ from graphstep.errors import CaptureError, LifecycleError
 class GraphPair:
     """The two halves and the tensors at their seams.
 
-    NEW -> FORWARD -> READY: :meth:`capture_forward`, then :meth:`capture_backward`, in the order of the plan.
+    NEW -> FORWARD -> READY: :func:`capture_forwards`, then :func:`capture_backwards`, in the order of the plan.
+    Replays go through :class:`graphstep.capture.chain_run.ChainRun`.
 
     Args:
         region: what is captured.
         signature: of the captured call.
-        inputs: argument tensors at fixed addresses, detached, requiring grad as in the call.
+        inputs: argument tensors at fixed addresses, detached, requiring grad as in the call. Where ``chained``, they
+            are found at capture.
         in_place: positions of inputs that belong to the model and are read where they are.
         session: owner of the recordings.
         stats: the region's counts.
-        chained: positions of inputs that are outputs of other pairs, and those pairs. Nothing is copied there, and the
-            gradients are handed on without a copy.
+        chained: positions of inputs that are outputs of other pairs: those pairs, and which output. Nothing is copied
+            there, and the gradients are handed on without a copy.
         through_autograd: identities of parameters whose gradients autograd accumulates: those that are used outside
             the region too, so that their parts are summed in the order of eager execution. Parameters with hooks on
             their gradient are treated so without being named.
-        lane: memory that the recordings share with others, see the engine.
+        lane: memory that the forward half shares with others, see the engine.
+        backward_lane: memory that the backward half shares with others: all of it is free after each replay, except
+            the gradients that the next backward of the chain reads.
+        poisons: overwrite static memory by NaN when nobody should read it any more.
     """
 
     def __init__(
@@ -52,56 +57,68 @@ class GraphPair:
         session: GraphSession,
         stats: RegionStats,
         *,
-        chained: Mapping[int, GraphPair] | None = None,
+        chained: Mapping[int, tuple[GraphPair, int]] | None = None,
         through_autograd: frozenset[int] = frozenset(),
         lane: Hashable = 0,
+        backward_lane: Hashable = "backward",
+        poisons: bool = False,
     ) -> None:
         self.region = region
         self.signature = signature
         self.inputs = list(inputs)
         self.in_place = in_place
         self.chained = dict(chained or {})
-        self._consumers: list[GraphPair] = []
-        for source in self.chained.values():
-            source._consumers.append(self)
-        self.is_in_flight = False
-        """A forward has run whose backward may still come."""
+        self.session = session
+        self.stats = stats
         self.outputs: list[Tensor] = []
         self.grad_outputs: list[Tensor | None] = []
         self.grad_inputs: list[Tensor | None] = []
         self.homes = GradientHomes()
-        self.gradient_is_handed_on = False
-        """The gradients of the inputs are read by the next backward of the plan and by nothing else."""
-        self._session = session
-        self._stats = stats
-        self._result_structure: Any = None
-        self._differentiable: tuple[bool, ...] = ()
+        self.poisons = poisons
+        self.forward_position = self.backward_position = 0
+        """Places in the order of capture."""
+        self.num_in_flight = 0
+        """Runs with a forward of this pair whose backward may still come: 0 or 1."""
+        self.num_replays = 0
+        self.result_structure: Any = None
+        self.differentiable: tuple[bool, ...] = ()
+        """For each output, whether it has a gradient."""
+        self.forward: Recording | None = None
+        """Launched at the call of this pair; ``None`` if the pair before launches both."""
+        self.backward: Recording | None = None
+        """Launched at the backward of this pair; ``None`` if the pair after it launches both."""
         self._through_autograd = through_autograd
-        self._lane = lane
+        self._lane, self._backward_lane = lane, backward_lane
+        self._is_forward_captured = self._is_backward_captured = False
         self._parameters: list[Tensor] = []
         """Their gradients are accumulated inside the backward recording."""
-        self._exposed: list[Tensor] = []
+        self.exposed: list[Tensor] = []
         """Their gradients are results of the backward recording, and autograd accumulates them."""
-        self._exposed_gradients: list[Tensor | None] = []
+        self.exposed_gradients: list[Tensor | None] = []
         self._num_holders: list[int | None] | None = None
         self._observation = Observation()
         self._aliases = ParameterAliases(region.modules)
-        self._forward: Recording | None = None
-        self._backward: Recording | None = None
-        self._anchor = torch.empty(0, device=session.device, requires_grad=True)
-        """A leaf of every replay, so that there is a backward at all, and to see which kind of pass it is."""
+        self._saved = SavedTensors()
 
     # ----- capture
 
     def warm_up(self, num_runs: int) -> None:
-        """Run both halves eagerly on the static inputs and learn which parameters and generators they use."""
-        own = {id(tensor) for tensor in self.inputs}
+        """Run both halves eagerly on zeros and learn which parameters and generators they use.
+
+        The static inputs themselves are used where they are known, so that what a module keeps by address or identity
+        is found wrong at the capture and not later.
+        """
+        inputs = [
+            static_like(layout) if position in self.chained else tensor
+            for position, (layout, tensor) in enumerate(zip(self.signature.layouts, self.inputs, strict=True))
+        ]
+        own = {id(tensor) for tensor in inputs}
         trained: list[Tensor] = []
 
         def both_halves() -> None:
-            versions = [tensor._version for tensor in self.inputs]
-            outputs = [output for output in flatten(self._call())[0] if output.requires_grad]
-            if [tensor._version for tensor in self.inputs] != versions:
+            versions = [tensor._version for tensor in inputs]
+            outputs = [output for output in flatten(self._call(inputs))[0] if output.requires_grad]
+            if [tensor._version for tensor in inputs] != versions:
                 raise CaptureError(
                     "this region writes into its arguments; a replay would write into copies of them",
                     where=self.region.name,
@@ -110,7 +127,7 @@ class GraphPair:
             leaves = [leaf for leaf in leaves_reached(outputs) if id(leaf) not in own]
             if outputs:
                 # Not `backward`: that would accumulate.
-                wanted = [*leaves, *self._wanted_inputs()]
+                wanted = [*leaves, *(tensor for tensor in inputs if tensor.requires_grad)]
                 with hooks_off(leaves), NoRandomness(self.region.name):
                     found = torch.autograd.grad(
                         outputs, wanted, [torch.zeros_like(o) for o in outputs], allow_unused=True
@@ -119,58 +136,53 @@ class GraphPair:
                 trained[:] = [self._aliases.original_of(leaf) for leaf in used]
 
         with self._aliases.installed():
-            self._observation = self._session.observe(both_halves, num_runs=max(1, num_runs))
-        self._exposed = [leaf for leaf in trained if id(leaf) in self._through_autograd or has_gradient_hooks(leaf)]
-        exposed = {id(leaf) for leaf in self._exposed}
+            observation = self.session.observe(both_halves, num_runs=max(1, num_runs))
+        self._learn(trained, observation)
+
+    def warm_up_as(self, other: GraphPair) -> None:
+        """Take over what the warmup of another pair of the same variant has found."""
+        self._learn([*other._parameters, *other.exposed], other._observation)
+
+    def _learn(self, trained: Sequence[Tensor], observation: Observation) -> None:
+        self._observation = observation
+        self.exposed = [leaf for leaf in trained if id(leaf) in self._through_autograd or has_gradient_hooks(leaf)]
+        exposed = {id(leaf) for leaf in self.exposed}
         self._parameters = [leaf for leaf in trained if id(leaf) not in exposed]
         self.homes.add(self._parameters)
 
-    def capture_forward(self) -> None:
-        """Capture the forward half. Its outputs and what autograd saved stay in the pool until the backward half."""
-        if self._forward is not None:
-            raise LifecycleError("the forward half is captured already", where=self.region.name)
-        with self._aliases.installed():
-            self._forward = self._session.capture(
-                self._stats, self._call, observation=self._observation, lane=self._lane
-            )
-        self.outputs, self._result_structure = flatten(self._forward.result)
-        self._differentiable = tuple(output.requires_grad for output in self.outputs)
+    def _bind_chained(self) -> None:
+        """Read the arguments where the pairs before have their results."""
+        for position, (source, output) in self.chained.items():
+            needs_grad = self.signature.layouts[position].requires_grad
+            self.inputs[position] = source.outputs[output].detach().requires_grad_(needs_grad)
 
-    def capture_backward(self, grad_outputs: Sequence[Tensor | None]) -> None:
-        """Capture the backward half: gradients of the inputs, and of the parameters added to where they live.
+    def _run_forward(self) -> Any:
+        self._bind_chained()
+        with self._saved.noted(self.poisons):
+            result = self._call(self.inputs)
+        self.outputs, self.result_structure = flatten(result)
+        return result
 
-        Args:
-            grad_outputs: for each output, the static tensor that holds its gradient; ``None`` where it has none.
-        """
-        if self._forward is None:
-            raise LifecycleError("the forward half is not captured yet", where=self.region.name)
-        if self._backward is not None:
-            raise LifecycleError("the backward half is captured already", where=self.region.name)
-        self.grad_outputs = list(grad_outputs)
-        outputs = [output for output, wanted in zip(self.outputs, self._differentiable, strict=True) if wanted]
-        given = [gradient for gradient in grad_outputs if gradient is not None]
-        exposed = [self._aliases.current_leaf(parameter) for parameter in self._exposed]
+    def _run_backward(self) -> list[Tensor | None]:
+        outputs = [output for output, wanted in zip(self.outputs, self.differentiable, strict=True) if wanted]
+        given = [gradient for gradient in self.grad_outputs if gradient is not None]
+        wanted_inputs = [tensor for tensor in self.inputs if tensor.requires_grad]
+        exposed = [self._aliases.current_leaf(parameter) for parameter in self.exposed]
         accumulated = [self._aliases.current_leaf(parameter) for parameter in self._parameters]
-        wanted = [*self._wanted_inputs(), *exposed]
-
-        def backward() -> list[Tensor | None]:
-            with hooks_off(exposed):
-                gradients = torch.autograd.grad(outputs, [*wanted, *accumulated], given, allow_unused=True)
-            self._accumulate(gradients[len(wanted) :])
-            return list(gradients[: len(wanted)])
-
-        self._backward = self._session.capture(self._stats, backward, observation=self._observation, lane=self._lane)
-        found = iter(self._backward.result)
+        wanted = [*wanted_inputs, *exposed]
+        with hooks_off(exposed):
+            gradients = torch.autograd.grad(outputs, [*wanted, *accumulated], given, allow_unused=True)
+        self._accumulate(gradients[len(wanted) :])
+        found = iter(gradients[: len(wanted)])
         self.grad_inputs = [next(found) if tensor.requires_grad else None for tensor in self.inputs]
-        self._exposed_gradients = list(found)
+        self.exposed_gradients = list(found)
+        self._saved.poison(keep=[*self.inputs, *self.outputs, *gradients[: len(wanted)]])
+        return list(gradients[: len(wanted)])
 
-    def _call(self) -> Any:
-        with self.signature.ambient.entered(self._session.device.type):
-            carried: Any = unflatten(self.signature.structure, self.inputs)
-            return self.region.function(*carried)
-
-    def _wanted_inputs(self) -> list[Tensor]:
-        return [tensor for tensor in self.inputs if tensor.requires_grad]
+    def _call(self, inputs: Sequence[Tensor]) -> Any:
+        with self.signature.ambient.entered(self.session.device.type):
+            arguments, named = unflatten(self.signature.structure, inputs)
+            return self.region.function(*arguments, **named)
 
     def _accumulate(self, gradients: Sequence[Tensor | None]) -> None:
         pairs = [(self.homes.of(p), g) for p, g in zip(self._parameters, gradients, strict=True) if g is not None]
@@ -181,33 +193,38 @@ class GraphPair:
 
     # Seam tensors whose memory the rest of the plan may use again become views that do not own it.
 
-    def let_go_forward(self) -> None:
+    def _let_go_forward(self) -> None:
         """Stop owning all that autograd saved. The outputs stay: a caller may hold them until the next replay."""
-        borrow = self._session.engine.borrowed_view
         self.outputs = [output.detach() for output in self.outputs]
-        self._exposed_gradients = [None if g is None else borrow(g) for g in self._exposed_gradients]
         for position in self.chained:
             needs_grad = self.inputs[position].requires_grad
             self.inputs[position] = self.inputs[position].detach().requires_grad_(needs_grad)
-        for recording in (self._forward, self._backward):
-            if recording is not None:
-                recording.release_result()
+        borrow = self.session.engine.borrowed_view
+        self.exposed_gradients = [None if g is None else borrow(g) for g in self.exposed_gradients]
         self._aliases = ParameterAliases(())
+        self._saved = SavedTensors()
 
     def let_go_grad_inputs(self) -> None:
-        """Stop owning the gradients of the inputs."""
-        self.grad_inputs = [None if g is None else self._session.engine.borrowed_view(g) for g in self.grad_inputs]
+        """Stop owning the gradients of the inputs: what reads them in the chain is captured."""
+        borrow = self.session.engine.borrowed_view
+        self.grad_inputs = [None if g is None else borrow(g) for g in self.grad_inputs]
 
     def let_go_grad_outputs(self) -> None:
         """Stop owning the gradients of the outputs."""
-        self.grad_outputs = [None if g is None else self._session.engine.borrowed_view(g) for g in self.grad_outputs]
+        borrow = self.session.engine.borrowed_view
+        self.grad_outputs = [None if g is None else borrow(g) for g in self.grad_outputs]
 
     # ----- replay
 
     @property
     def is_ready(self) -> bool:
         """True once both halves are captured."""
-        return self._forward is not None and self._backward is not None
+        return self._is_forward_captured and self._is_backward_captured
+
+    @property
+    def accumulates(self) -> bool:
+        """True if the backward half adds to gradients by itself."""
+        return bool(self._parameters)
 
     def is_held(self) -> bool:
         """True if somebody still holds a result of an earlier replay, which the next one would overwrite.
@@ -219,100 +236,161 @@ class GraphPair:
             self._num_holders = now
         return now != self._num_holders
 
-    def why_not(self, tensors: Sequence[Tensor]) -> str:
-        """Why a call with these arguments cannot be replayed now; empty if it can."""
-        if any(has_gradient_hooks(parameter) for parameter in self._parameters):
-            return "a parameter got a hook on its gradient after the capture"
-        if any(consumer.is_in_flight for consumer in self._consumers):
-            return "the place of its result is in use"
-        for position, source in self.chained.items():
-            is_copied = tensors[position].data_ptr() != self.inputs[position].data_ptr()
-            if is_copied and (source.is_in_flight or source.is_held()):
-                return "the place of its argument is in use"
-        return ""
+    def has_new_hook(self) -> bool:
+        """True if a parameter got a hook on its gradient, which the recording would not run."""
+        return any(map(has_gradient_hooks, self._parameters))
 
     def moved_inputs(self, tensors: Sequence[Tensor]) -> bool:
         """True if an input that is read in place is not where it was captured."""
         return any(tensors[position].data_ptr() != self.inputs[position].data_ptr() for position in self.in_place)
 
-    def replay(self, tensors: Sequence[Tensor], lease: Any) -> Any:
-        """Run the forward half and hook the backward half into autograd.
+    def overwrites_what_is_in_use(self, tensors: Sequence[Tensor]) -> bool:
+        """True if an argument had to be copied over the result of another pair that is in flight or held."""
+        return any(
+            tensors[position].data_ptr() != self.inputs[position].data_ptr()
+            and (source.num_in_flight > 0 or source.is_held())
+            for position, (source, _) in self.chained.items()
+        )
 
-        Args:
-            tensors: the flat arguments of a call with the captured signature.
-            lease: kept by autograd until the backward has run or the result is dropped; its ``backward_begins`` and
-                ``close`` are called.
-
-        Returns:
-            The captured function's result over the static outputs: valid until the next replay of this pair, which
-            the caller does not start as long as :meth:`is_held` says that the result is still in use.
-        """
-        leaves = (*self._exposed, self._anchor)
-        outputs: tuple[Tensor, ...] = Replay.apply(self, lease, len(tensors), *tensors, *leaves)  # type: ignore[no-untyped-call]
-        self._stats.num_replays += 1
-        return unflatten(self._result_structure, outputs)
-
-    def replay_forward(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Refresh the static inputs, where they are not the same memory already, and run the forward half."""
-        if self._forward is None:
-            raise LifecycleError("the forward half is not captured yet", where=self.region.name)
+    def load_inputs(self, tensors: Sequence[Tensor]) -> None:
+        """Refresh the static inputs, where they are not the same memory already."""
         for static, given in zip(self.inputs, tensors, strict=True):
             if static.data_ptr() != given.data_ptr():
                 refresh(static, given)
-        self._forward.replay()
+
+    def launch_forward(self) -> None:
+        """Replay the forward half, unless the pair before has launched it with its own."""
+        if self.forward is not None:
+            self.forward.replay()
+            self.stats.num_launches += 1
         # Anything that autograd saved from the last replay's outputs is now stale; autograd checks versions.
         for output in self.outputs:
             torch.autograd.graph.increment_version(output)
-        return tuple(output.detach() for output in self.outputs)
 
-    def replay_backward(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Refresh the gradients of the outputs, run the backward half.
+    def load_output_gradients(self, gradients: Sequence[Tensor | None], *, is_chained: bool) -> None:
+        """Refresh the gradients of the outputs.
 
-        Returns:
-            Gradients of the inputs, then of the parameters that autograd accumulates for: all of them static.
+        Args:
+            gradients: what autograd gives, each or ``None``.
+            is_chained: the next pair of the chain has just left its gradients in place; others are added to them.
         """
-        if self._backward is None:
-            raise LifecycleError("the backward half is not captured yet", where=self.region.name)
         for static, given in zip(self.grad_outputs, gradients, strict=True):
             if static is None:
                 continue
             if given is None:
-                static.zero_()
+                if not is_chained:
+                    static.zero_()
+            elif is_chained:
+                static.add_(given)
             elif static.data_ptr() != given.data_ptr() or static.stride() != given.stride():
                 static.copy_(given)
-        self.homes.settle()
-        self._backward.replay()
-        self._run_hooks()
-        return [None if g is None else g.detach() for g in (*self.grad_inputs, *self._exposed_gradients)]
 
-    def _run_hooks(self) -> None:
-        """Hooks that follow an accumulation run as they would eagerly.
-
-        One that moves ``.grad`` to ``main_grad`` finds ``None`` there: the recording has added to ``main_grad`` itself.
-        """
+    def launch_backward(self) -> None:
+        """Replay the backward half, unless the pair after has launched it with its own; then run what follows."""
+        if self.backward is not None:
+            self.backward.replay()
+            self.stats.num_launches += 1
         for parameter in self._parameters:
+            # One that moves `.grad` to `main_grad` finds None there: the recording has added to `main_grad` itself.
             for hook in torch_private.post_accumulate_hooks(parameter):
                 hook(parameter)
 
-    @property
-    def accumulates(self) -> bool:
-        """True if the backward half adds to gradients by itself."""
-        return bool(self._parameters)
+    def poison_dead(self) -> None:
+        """Overwrite what nobody should read after the backward: results that no caller holds."""
+        if self.poisons and not self.is_held():
+            poison(self.outputs)
 
-    @property
-    def differentiable(self) -> tuple[bool, ...]:
-        """For each output, whether it has a gradient."""
-        return self._differentiable
 
-    def require_gradients(self) -> None:
-        """Refuse a region that no gradient reaches.
+def capture_forwards(pairs: Sequence[GraphPair]) -> None:
+    """Capture the forward halves of a pair, or of several that follow each other, as one recording.
 
-        Raises:
-            CaptureError: no output depends on an input or parameter that wants a gradient.
-        """
-        if not any(self._differentiable):
+    Their outputs and what autograd saved stay in the pool until the backward halves are captured.
+
+    Raises:
+        CaptureError: it cannot be captured, or no output of a region depends on anything that wants a gradient.
+        LifecycleError: captured already.
+    """
+    first = pairs[0]
+    if any(pair._is_forward_captured for pair in pairs):
+        raise LifecycleError("the forward half is captured already", where=first.region.name)
+
+    def run() -> list[Any]:
+        results = []
+        for pair in pairs:
+            with pair._aliases.installed():
+                results.append(pair._run_forward())
+        return results
+
+    recording = first.session.capture(first.stats, run, observation=_together(pairs), lane=first._lane)
+    first.forward = recording
+    for pair in pairs:
+        pair._is_forward_captured = True
+        pair.differentiable = tuple(output.requires_grad for output in pair.outputs)
+        if not any(pair.differentiable):
             raise CaptureError(
                 "no output of this region has a gradient",
-                where=self.region.name,
+                where=pair.region.name,
                 fix="capture it forward-only, or leave it out of the captured modules",
             )
+
+
+def capture_backwards(pairs: Sequence[GraphPair], grad_outputs: Sequence[Tensor | None]) -> None:
+    """Capture the backward halves of what :func:`capture_forwards` has captured together.
+
+    They give the gradients of the first pair's inputs, and those of the parameters added to where they live.
+
+    Args:
+        pairs: in the order of their forwards.
+        grad_outputs: for each output of the last pair, the static tensor that holds its gradient; ``None`` where it
+            has none.
+
+    Raises:
+        CaptureError: it cannot be captured.
+        LifecycleError: the forward is not captured yet, or the backward is already.
+    """
+    first, last = pairs[0], pairs[-1]
+    if not all(pair._is_forward_captured for pair in pairs):
+        raise LifecycleError("the forward half is not captured yet", where=last.region.name)
+    if any(pair._is_backward_captured for pair in pairs):
+        raise LifecycleError("the backward half is captured already", where=last.region.name)
+    last.grad_outputs = list(grad_outputs)
+
+    def run() -> list[Any]:
+        results: list[Any] = []
+        for pair, before in zip(reversed(pairs), [*reversed(pairs[:-1]), None], strict=True):
+            results.append(pair._run_backward())
+            if before is not None:
+                given: list[Tensor | None] = [None] * len(before.outputs)
+                for position, (_, output) in pair.chained.items():
+                    found = pair.grad_inputs[position]
+                    given[output] = torch.zeros_like(before.outputs[output]) if found is None else found
+                before.grad_outputs = given
+        return results
+
+    recording = last.session.capture(last.stats, run, observation=_together(pairs), lane=last._backward_lane)
+    last.backward = recording
+    for pair in pairs:
+        pair._is_backward_captured = True
+        pair._let_go_forward()
+        if pair is not first:
+            pair.grad_inputs = []
+        if pair is not last:
+            pair.grad_outputs = []
+    for each in (first.forward, recording):
+        if each is not None:
+            each.release_result()
+
+
+def _together(pairs: Sequence[GraphPair]) -> Observation:
+    found = Observation()
+    for pair in pairs:
+        found.generators += [g for g in pair._observation.generators if g not in found.generators]
+        found.externals += pair._observation.externals
+    return found
+
+
+def static_like(layout: TensorLayout) -> Tensor:
+    """A tensor of zeros with a layout, outside of any pool."""
+    made = torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype, device=layout.device)
+    own_entries(made).zero_()
+    return made.requires_grad_(layout.requires_grad)

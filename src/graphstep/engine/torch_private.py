@@ -211,3 +211,18 @@ def num_holders(tensor: Tensor) -> int | None:
     """How many tensors and other objects hold the tensor's storage; ``None`` where torch does not tell."""
     count = getattr(torch._C, "_storage_Use_Count", None)
     return None if count is None else int(count(tensor.untyped_storage()._cdata))
+
+
+def transforms_are_active() -> bool:
+    """True inside ``torch.func`` transforms and forward-mode gradients, which see through no replay."""
+    check = getattr(torch._C, "_are_functorch_transforms_active", None)
+    level = getattr(torch.autograd.forward_ad, "_current_level", -1)
+    return level >= 0 or (check is not None and bool(check()))
+
+
+def capture_is_under_way() -> bool:
+    """True if this thread's work is being captured, by whomever."""
+    try:
+        return torch.cuda.is_current_stream_capturing()
+    except RuntimeError:  # A build without CUDA has a stub here, unless a tape is being recorded.
+        return False

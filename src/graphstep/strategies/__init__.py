@@ -5,6 +5,15 @@ from __future__ import annotations
 from graphstep.strategies.build import build_strategy
 from graphstep.strategies.full_iteration import FullCudaGraphWrapper
 from graphstep.strategies.local import LocalGraphs
+from graphstep.strategies.manager import CudaGraphManager, attach
 from graphstep.strategies.protocol import ForwardBackward, Strategy
 
-__all__ = ["ForwardBackward", "FullCudaGraphWrapper", "LocalGraphs", "Strategy", "build_strategy"]
+__all__ = [
+    "CudaGraphManager",
+    "ForwardBackward",
+    "FullCudaGraphWrapper",
+    "LocalGraphs",
+    "Strategy",
+    "attach",
+    "build_strategy",
+]

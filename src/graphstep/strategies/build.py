@@ -74,8 +74,7 @@ def build_strategy(
             forward_backward_func,
             model=model,
             session=GraphSession(device),
-            modules=graphs.modules,
-            warmup_steps=graphs.warmup_steps,
+            config=graphs,
         )
     raise ConfigError(
         Problem(

@@ -1,156 +1,238 @@
-"""The calls of one captured region: which slot serves them, or why none does."""
+"""The calls of one captured region: which pair serves them, or why none does."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from operator import attrgetter
+from typing import Any, Final, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from graphstep.capture.attributes import Attributes
-from graphstep.capture.graph_pair import GraphPair
-from graphstep.capture.plan import Event, Phase, PlanGuard, PlanObserver, lowest_free
+from graphstep.capture.chain_run import Chain, ChainRun, Pending
+from graphstep.capture.plan import PlanObserver
+from graphstep.capture.reasons import EagerReason
 from graphstep.capture.region import Region
 from graphstep.capture.report import RegionStats
-from graphstep.capture.session import GraphSession
-from graphstep.capture.signature import Signature
+from graphstep.capture.signature import Signature, ambient_key
+from graphstep.capture.tree import flatten
+from graphstep.config import MismatchPolicy
 from graphstep.engine import torch_private
+from graphstep.errors import InputMismatchError
+from graphstep.strategies.local_observed import ObservedCalls
 
-Carried = tuple[Tensor, ...]
+_training_of: Final = attrgetter("training")
+_OBSERVED: Final = frozenset(
+    {
+        EagerReason.NOT_CAPTURED_YET,
+        EagerReason.OTHER_SIGNATURE,
+        EagerReason.MORE_IN_FLIGHT,
+        EagerReason.OUT_OF_ORDER,
+        EagerReason.TOO_MANY_SIGNATURES,
+    }
+)
+"""Reasons that a further capture can remove."""
+
+
+class Host(Protocol):
+    """What a region needs of the one who captures it."""
+
+    observer: PlanObserver | None
+    observed: ObservedCalls
+    on_mismatch: MismatchPolicy
+    device_type: str
+    is_debugging: bool
+
+    @property
+    def is_capturing(self) -> bool:
+        """True while regions are captured: their functions run as they are."""
+
+    def before_call(self) -> None:
+        """A call begins: capture what is due, and check what has to hold for a replay."""
+
+    def run_opened(self) -> Callable[[], None]:
+        """A run is in flight from now on. Returns what is called when it is over."""
+
+    def verify(self) -> None:
+        """Refuse to go on if something moved."""
 
 
 class RegionCalls:
     """The calls of one region: observed, replayed, or eager with a counted reason."""
 
-    def __init__(self, region: Region, modules: Sequence[tuple[str, nn.Module]], session: GraphSession) -> None:
+    def __init__(
+        self, region: Region, modules: Sequence[tuple[str, nn.Module]], host: Host, stats: RegionStats
+    ) -> None:
         self.region = region
-        self.observer: PlanObserver | None = None
+        self.stats = stats
+        self.pending: Pending | None = None
+        """Of a run that expects this region to be called next."""
+        self.links: dict[Signature, list[tuple[Chain, int]]] = {}
+        """For each captured signature, its chains, one a slot, and the place of this region in them."""
+        self.why_not: EagerReason = EagerReason.NOT_CAPTURED_YET
+        """Why nothing is captured."""
+        self.is_full = False
+        """No further signature is captured without giving one up."""
         self._modules = modules
+        self._host = host
         self._attributes: Attributes | None = None
-        self._why_not = "not captured yet"
-        self._device_type = session.device.type
-        self._stats: RegionStats = session.stats(region.name, region.kind)
-        self._pairs: Sequence[GraphPair] = ()
-        self._guard: PlanGuard | None = None
-        self._busy: set[int] = set()
+        self._changed = ""
         self._mismatched: Signature | None = None
 
-    def start_capture(self) -> None:
-        """Run eagerly without reporting, and note what the capture has to find again."""
-        self.observer = None
+    def note_attributes(self) -> None:
+        """Before a capture: note what Python reads besides tensors."""
         # Hooks of the layer itself run around it; those of parameters run whoever computes the gradient.
         self._attributes = Attributes(self._modules, hooks_of=self._modules[1:])
 
-    def use(self, pairs: Sequence[GraphPair], guard: PlanGuard) -> None:
-        """Replay ``pairs``, one a slot, in an order that ``guard`` allows."""
-        self._pairs, self._guard = pairs, guard
+    def captured(self) -> None:
+        """After a capture: leave out attributes that the region sets itself."""
         if self._attributes is not None:
             self._attributes.ignore_changed()
-        self._why_not = "" if pairs else "no gradient in the first step"
-        for pair in pairs:
-            pair.is_held()
 
-    def forget(self) -> None:
-        """Let go of the pairs and run eagerly."""
-        self.observer, self._pairs, self._why_not = None, (), "closed"
+    def forget(self, reason: EagerReason) -> None:
+        """Let go of all pairs and run eagerly."""
+        if self.pending is not None:
+            self.pending.drop()
+        self.links, self.why_not = {}, reason
 
-    def start_step(self) -> None:
+    def check_attributes(self) -> None:
         """Look whether the attributes of the modules are as captured."""
-        changed = self._attributes.changed() if self._attributes is not None else []
-        if self._pairs:
-            self._why_not = f"{changed[0]} changed after the capture" if changed else ""
+        changed = self._attributes.changed() if self._attributes is not None and self.links else []
+        self._changed = changed[0] if changed else ""
 
-    def __call__(self, carried: Carried, context: Carried) -> Carried:
+    def __call__(self, *arguments: Any, **named: Any) -> Any:
         """Run the region on its arguments."""
-        if not torch.is_grad_enabled():
-            return self._eager(carried, context, "evaluation")
-        if torch_private.saved_tensors_are_taken():
-            # Recompute and offloading work on what autograd saves; a replay saves nothing.
-            return self._eager(carried, context, "recompute or offloading of saved tensors")
-        signature = Signature.of((carried, context), device_type=self._device_type, modules=self.region.modules)
-        if self.observer is not None:
-            return self._observed(self.observer, signature, carried, context)
-        slot = lowest_free(self._busy)
-        reason = self._why_not or self._why_eager(slot, signature, (*carried, *context))
-        if not reason and self._guard is not None:
-            reason = self._guard.why_not(self.region, slot)
-        if reason or self._guard is None:
-            return self._eager(carried, context, reason)
-        self._guard.enter(Event(self.region, slot, Phase.FORWARD))
-        pair = self._pairs[slot]
-        result: Carried = pair.replay((*carried, *context), _Lease(self.region, slot, self._busy, self._guard, pair))
+        pending = self.pending
+        if pending is not None:
+            self.pending = None
+            if pending.matches(arguments, named) and self._may_go_on(pending):
+                if self._host.is_debugging:
+                    self._host.verify()
+                return pending.advance()
+            pending.drop()
+        return self._start(arguments, named)
+
+    def _may_go_on(self, pending: Pending) -> bool:
+        return (
+            pending.ambient == ambient_key(self._host.device_type)
+            and tuple(map(_training_of, self.region.modules)) == pending.signature.training
+            and not self._changed
+            and not torch_private.saved_tensors_are_taken()
+        )
+
+    def _start(self, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        host = self._host
+        if host.is_capturing:
+            return self.region.function(*arguments, **named)
+        reason = _never_replayed()
+        if reason is not None:
+            return self._eager(reason, arguments, named)
+        host.before_call()
+        tensors, _ = flatten((arguments, named))
+        signature = Signature.of((arguments, named), device_type=host.device_type, modules=self.region.modules)
+        links = self.links.get(signature)
+        if links is None:
+            reason = self._why_no_signature(signature)
+        elif self._changed:
+            reason = EagerReason.CHANGED_ATTRIBUTE
+            self.stats.last_detail = self._changed
+        else:
+            reason = None
+            for chain, index in links if len(links) == 1 else _nearest_first(links, tensors):
+                found = _why_not(chain, index, tensors)
+                if found is None:
+                    run = ChainRun(chain, index, host.run_opened())
+                    return run.start(tensors, arguments, named, signature.ambient.key)
+                reason = reason or found
+        assert reason is not None
+        if host.observer is not None and reason in _OBSERVED:
+            return self._observed(host.observer, reason, signature, tensors, arguments, named)
+        return self._eager(reason, arguments, named)
+
+    def _why_no_signature(self, signature: Signature) -> EagerReason:
+        if not self.links:
+            return self.why_not
+        nearest = min(self.links, key=lambda captured: len(captured.differences(signature)))
+        if all(captured.training != signature.training for captured in self.links):
+            return EagerReason.EVALUATION
+        if self._mismatched != signature:
+            self._mismatched = signature
+            self.stats.last_mismatch = tuple(nearest.differences(signature, "call"))
+        if self._host.on_mismatch is MismatchPolicy.error:
+            raise InputMismatchError(
+                "; ".join(self.stats.last_mismatch),
+                where=self.region.name,
+                fix="give it what it was captured for, or let other inputs run eagerly or be captured as well: "
+                "--cuda-graph-on-mismatch eager or recapture",
+            )
+        return EagerReason.TOO_MANY_SIGNATURES if self.is_full else EagerReason.OTHER_SIGNATURE
+
+    def _eager(self, reason: EagerReason, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        self.stats.eager_calls[reason] += 1
+        return self.region.function(*arguments, **named)
+
+    def _observed(
+        self,
+        observer: PlanObserver,
+        reason: EagerReason,
+        signature: Signature,
+        tensors: Sequence[Tensor],
+        arguments: tuple[Any, ...],
+        named: dict[str, Any],
+    ) -> Any:
+        if reason is EagerReason.NOT_CAPTURED_YET:
+            reason = EagerReason.OBSERVED
+        self.stats.eager_calls[reason] += 1
+        taken = {chain.slot for chain, _ in self.links.get(signature, ())}
+        call, arguments, named = self._host.observed.begin(observer, self, signature, tensors, arguments, named, taken)
+        result = self.region.function(*arguments, **named)
+        call.returned(flatten(result)[0])
         return result
 
-    def _why_eager(self, slot: int, signature: Signature, tensors: Sequence[Tensor]) -> str:
-        """The reason why no captured pair serves a call; empty if one does."""
-        if slot >= len(self._pairs):
-            return "more microbatches in flight than at capture"
-        pair = self._pairs[slot]
-        if signature != pair.signature:
-            if signature.training != pair.signature.training:
-                return "evaluation"
-            if self._mismatched != signature:
-                self._mismatched = signature
-                self._stats.last_mismatch = tuple(pair.signature.differences(signature, "call"))
-            return "another signature"
-        if pair.moved_inputs(tensors):
-            return "an argument that the model owns has moved"
-        if pair.is_held():
-            return "an earlier result is still held"
-        return pair.why_not(tensors)
 
-    def _eager(self, carried: Carried, context: Carried, reason: str) -> Carried:
-        self._stats.eager_calls[reason] += 1
-        result: Carried = self.region.function(carried, context)
-        return result
-
-    def _observed(self, observer: PlanObserver, signature: Signature, carried: Carried, context: Carried) -> Carried:
-        slot = observer.forward(self.region, signature, [*carried, *context])
-        result = self._eager(carried, context, "observed")
-        observer.outputs(self.region, slot, result)
-        differentiable = [tensor for tensor in result if tensor.requires_grad]
-        call = _ObservedCall(observer, self.region, slot)
-        if differentiable:
-            torch.autograd.graph.register_multi_grad_hook(differentiable, call.backward_begins, mode="any")
-        return result
+def _never_replayed() -> EagerReason | None:
+    if not torch.is_grad_enabled():
+        return EagerReason.EVALUATION
+    if torch_private.saved_tensors_are_taken():
+        # Recompute and offloading work on what autograd saves; a replay saves nothing.
+        return EagerReason.RECOMPUTE
+    if torch_private.capture_is_under_way():
+        return EagerReason.NESTED_CAPTURE
+    if torch_private.transforms_are_active():
+        return EagerReason.TRANSFORMED
+    return None
 
 
-class _ObservedCall:
-    """Lives in the autograd graph of one observed forward: tells when its backward begins, or that none will come."""
+def _why_not(chain: Chain, index: int, tensors: Sequence[Tensor]) -> EagerReason | None:
+    """Why this pair cannot serve a call with its signature now; ``None`` if it can."""
+    pair = chain.pairs[index]
+    graph = chain.graph_at(index)
+    shares = index and chain.shares_copies
+    if any(each.num_in_flight for each in graph):
+        reason = EagerReason.MORE_IN_FLIGHT
+    elif pair.forward is None or not chain.lane.allows(pair.forward_position):
+        reason = EagerReason.OUT_OF_ORDER
+    elif pair.moved_inputs(tensors):
+        reason = EagerReason.MOVED_ARGUMENT
+    elif any(each.is_held() for each in graph):
+        reason = EagerReason.RESULT_HELD
+    elif any(each.has_new_hook() for each in graph):
+        reason = EagerReason.NEW_HOOK
+    elif pair.overwrites_what_is_in_use(tensors) or (
+        shares and any(before.num_in_flight for before in chain.pairs[:index])
+    ):
+        reason = EagerReason.PLACE_IN_USE
+    else:
+        return None
+    return reason
 
-    def __init__(self, observer: PlanObserver, region: Region, slot: int) -> None:
-        self._observer, self._region, self._slot = observer, region, slot
-        self._is_open = True
 
-    def backward_begins(self, _gradient: Tensor) -> None:
-        if self._is_open:
-            self._is_open = False
-            self._observer.backward(self._region, self._slot, torch_private.backward_pass())
+def _nearest_first(links: Sequence[tuple[Chain, int]], tensors: Sequence[Tensor]) -> Sequence[tuple[Chain, int]]:
+    """The slots, first the one in whose memory the arguments lie already."""
 
-    def __del__(self) -> None:
-        if self._is_open:
-            self._observer.dropped(self._region, self._slot)
+    def num_copies(link: tuple[Chain, int]) -> int:
+        pair = link[0].pairs[link[1]]
+        return sum(tensors[p].data_ptr() != pair.inputs[p].data_ptr() for p in pair.chained)
 
-
-class _Lease:
-    """A slot from its forward until its backward, or until autograd drops the result."""
-
-    def __init__(self, region: Region, slot: int, busy: set[int], guard: PlanGuard, pair: GraphPair) -> None:
-        self._region, self._slot, self._busy, self._guard, self._pair = region, slot, busy, guard, pair
-        self._is_open = pair.is_in_flight = True
-        busy.add(slot)
-        guard.started(region, slot)
-
-    def backward_begins(self) -> None:
-        """Check the order of backwards, and that this one has not run before."""
-        self._guard.enter(Event(self._region, self._slot, Phase.BACKWARD))
-
-    def close(self) -> None:
-        """Give the slot back. May be called twice."""
-        if self._is_open:
-            self._is_open = self._pair.is_in_flight = False
-            self._busy.discard(self._slot)
-            self._guard.finished(self._region, self._slot)
-
-    def __del__(self) -> None:
-        self.close()
+    return sorted(links, key=num_copies)

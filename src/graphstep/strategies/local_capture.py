@@ -2,26 +2,55 @@
 
 from __future__ import annotations
 
+import gc
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from graphstep.capture.chain_run import Chain, Handover, Receiver
 from graphstep.capture.garbage import collected_once
-from graphstep.capture.graph_pair import GraphPair
+from graphstep.capture.graph_pair import GraphPair, capture_backwards, capture_forwards, static_like
+from graphstep.capture.lanes import Lanes, lane_groups
 from graphstep.capture.observe import training_flags_kept
-from graphstep.capture.plan import Event, Origin, Phase, Plan
+from graphstep.capture.plan import Event, Key, Phase, Plan, Variant
+from graphstep.capture.progress import CaptureProgress
 from graphstep.capture.region import Region
 from graphstep.capture.session import GraphSession
 from graphstep.capture.signature import TensorLayout
-from graphstep.capture.static_inputs import own_entries
 from graphstep.engine.user_frame import user_line_of
 from graphstep.errors import CaptureError
 
-Pairs = dict[tuple[Region, int], GraphPair]
+Pairs = dict[Key, GraphPair]
+
+
+class RegionFailedError(CaptureError):
+    """A capture that failed because of one region."""
+
+    region: Region
+
+
+@dataclass(slots=True, kw_only=True)
+class Order:
+    """What to capture, and how."""
+
+    plan: Plan
+    handovers: Mapping[Key, Handover]
+    """For variants and slots that follow another one: which of their arguments are which results of it."""
+    session: GraphSession
+    lanes: Lanes
+    receivers: Mapping[Region, Receiver]
+    num_warmup_runs: int = 3
+    """Eager runs of each region before its capture."""
+    merge: int = 1
+    """Pairs of a chain that become one graph; 0 for all."""
+    through_autograd: frozenset[int] = frozenset()
+    """Identities of parameters whose gradients autograd accumulates."""
+    poisons: bool = False
 
 
 def gradients_through_autograd(model: nn.Module, regions: Sequence[Region], plan: Plan) -> frozenset[int]:
@@ -30,7 +59,7 @@ def gradients_through_autograd(model: nn.Module, regions: Sequence[Region], plan
     Those are parameters used in several places, whose parts autograd sums before it accumulates (a recording that adds
     its part by itself would round differently), and all where DistributedDataParallel waits for each accumulation.
     """
-    if any(isinstance(module, DistributedDataParallel) for module in model.modules()):
+    if _is_data_parallel(model):
         return frozenset(id(parameter) for parameter in model.parameters())
     inside = {id(module) for region in regions for module in region.modules}
     outside = [module for module in model.modules() if id(module) not in inside]
@@ -44,156 +73,260 @@ def gradients_through_autograd(model: nn.Module, regions: Sequence[Region], plan
     return frozenset(shared | reused)
 
 
-def capture_plan(
-    plan: Plan, session: GraphSession, *, num_warmup_runs: int, through_autograd: frozenset[int] = frozenset()
-) -> Pairs:
-    """Capture both halves of every region and slot whose backward was seen.
+def _is_data_parallel(model: nn.Module) -> bool:
+    """True if DistributedDataParallel is in the model, or around it: the latter only the wrapper knows."""
+    inside = {id(module) for module in model.modules()}
+    wrappers = [found for found in gc.get_objects() if issubclass(type(found), DistributedDataParallel)]
+    return any(id(wrapper) in inside or id(wrapper.module) in inside for wrapper in wrappers)
 
-    Captures follow the order of execution. With one microbatch in flight (a nested plan) that lets them all share one
-    memory: what one half needs no more the next one uses. With several, a later replay of one pair may run between the
-    halves of another, in any order: each pair then has a memory of its own.
 
-    Args:
-        plan: what was observed.
-        session: owner of the recordings.
-        num_warmup_runs: eager runs of each region before its capture.
-        through_autograd: identities of parameters whose gradients autograd accumulates.
+def capture_chains(order: Order) -> list[Chain]:
+    """Capture both halves of every variant and slot of a plan.
+
+    Captures follow the order of execution. Forward halves of one slot share memory in that order; backward halves all
+    share the same, which is free again after each.
+
+    Returns:
+        The chains, each with its pairs in order. The lanes know the positions of all of them.
 
     Raises:
-        CaptureError: names the region. All recordings made so far are closed, whatever the error.
+        RegionFailedError: names the region. All recordings of this order are closed, and gradients that were made for
+            them are gone, whatever the error.
     """
-    capturing = _Capturing(plan, session, num_warmup_runs, plan.is_nested, through_autograd)
-    trained = plan.trained()
-    pairs: Pairs = {}
-    events = [event for event in plan.first_events() if (event.region, event.slot) in trained]
-    with collected_once():
-        for position, event in enumerate(events):
-            stats = session.stats(event.region.name, event.region.kind)
-            try:
-                with session.timed(stats):
-                    if event.phase is Phase.FORWARD:
-                        capturing.forward(event, pairs)
-                    else:
-                        capturing.backward(event, pairs, events[position + 1 :])
-            except CaptureError as error:
-                where = f"{event.region.name}, {event.phase.value}"
-                capturing.abandon(pairs)
-                raise CaptureError(error.what, where=f"{where}; {error.where}", fix=error.fix) from error
-            except Exception as error:
-                capturing.abandon(pairs)
-                raise CaptureError(
-                    f"the {event.phase.value} failed: {type(error).__name__}: {error}",
-                    where="; ".join([event.region.name, *filter(None, [str(user_line_of(error) or "")])]),
-                    fix="run the region by itself with the shapes of the step, or leave it out of the captured modules",
-                ) from error
-            except BaseException:
-                capturing.abandon(pairs)
-                raise
-    return pairs
+    capturing = _Capturing(order, lane_groups(order.plan))
+    with collected_once(), CaptureProgress(len(order.plan.calls)) as progress:
+        try:
+            return capturing.run(progress)
+        except BaseException:
+            capturing.abandon()
+            raise
 
 
 @dataclass(slots=True)
 class _Capturing:
-    plan: Plan
-    session: GraphSession
-    num_warmup_runs: int
-    is_ordered: bool
-    through_autograd: frozenset[int]
+    order: Order
+    groups: Mapping[Variant, int]
+    pairs: Pairs = field(default_factory=dict)
+    warm: dict[Variant, GraphPair] = field(default_factory=dict)
+    static_bytes: dict[Key, int] = field(default_factory=Counter)
+    segments: dict[Key, list[Key]] = field(default_factory=dict)
+    """For each key, those that are captured together, in order."""
 
-    def abandon(self, pairs: Pairs) -> None:
-        """Leave nothing behind: recordings are closed, and gradients that were made for them are gone."""
-        self.session.release_all()
-        for pair in pairs.values():
+    def run(self, progress: CaptureProgress) -> list[Chain]:
+        self._settle_followers()
+        self._merge()
+        for event in self.order.plan.first_events():
+            segment = self.segments[event.variant, event.slot]
+            if event.phase is Phase.FORWARD:
+                if segment[0] == (event.variant, event.slot):
+                    self._guarded(event, segment, self._forward)
+            elif segment[-1] == (event.variant, event.slot):
+                self._guarded(event, segment, self._backward)
+                for variant, _ in segment:
+                    progress.advance(variant.region.name, _allocated(self.order.session.device))
+        return self._chains()
+
+    def abandon(self) -> None:
+        """Leave nothing behind."""
+        session = self.order.session
+        for key, pair in self.pairs.items():
+            pair.stats.static_bytes -= self.static_bytes[key]
+            session.release([r for r in (pair.forward, pair.backward) if r is not None], pair.stats)
             pair.homes.forget()
 
-    def forward(self, event: Event, pairs: Pairs) -> None:
-        call = self.plan.calls[event.region, event.slot]
-        owned = {entry.facts[0]: entry.tensor for entry in self.session.manifest if entry.facts is not None}
-        inputs, in_place, chained_at = [], set(), {}
-        for position, layout in enumerate(call.signature.layouts):
+    def _guarded(self, event: Event, segment: list[Key], capture: Callable[[list[Key]], None]) -> None:
+        region = event.variant.region
+        try:
+            with self.order.session.timed(self.order.session.stats(region.name, region.kind)):
+                capture(segment)
+        except CaptureError as error:
+            where = f"{region.name}, {event.phase.value}"
+            failed = RegionFailedError(error.what, where=f"{where}; {error.where}", fix=error.fix)
+            failed.region = region
+            raise failed from error
+        except Exception as error:
+            failed = RegionFailedError(
+                f"the {event.phase.value} failed: {type(error).__name__}: {error}",
+                where="; ".join([region.name, *filter(None, [str(user_line_of(error) or "")])]),
+                fix="run the region by itself with the shapes of the step, or leave it out of the captured modules",
+            )
+            failed.region = region
+            raise failed from error
+
+    def _settle_followers(self) -> None:
+        """Forget that one follows another where the two cannot share a lane or a form."""
+        followed: set[Key] = set()
+        for key, call in self.order.plan.calls.items():
+            before = call.follows
+            if before is None:
+                continue
+            is_known = before in self.order.plan.calls and key in self.order.handovers
+            if not is_known or before in followed or self.groups[before[0]] != self.groups[key[0]]:
+                call.follows = None
+                continue
+            earlier = self.order.handovers.get(before)
+            if self.order.plan.calls[before].follows is not None and earlier != self.order.handovers[key]:
+                call.follows = None
+                continue
+            followed.add(before)
+
+    def _merge(self) -> None:
+        """Put as many as are wanted of those that follow each other into one segment."""
+        self.segments = {key: [key] for key in self.order.plan.calls}
+        if self.order.merge == 1:
+            return
+        for key in dict.fromkeys((event.variant, event.slot) for event in self.order.plan.first_events()):
+            before = self.order.plan.calls[key].follows
+            if before is None or self._exposes(key) or self._exposes(before):
+                continue
+            segment = self.segments[before]
+            if self.order.merge == 0 or len(segment) < self.order.merge:
+                segment.append(key)
+                self.segments[key] = segment
+
+    def _exposes(self, key: Key) -> bool:
+        """True if autograd accumulates some of its gradients, which would come late in a graph of several layers."""
+        return any(
+            id(parameter) in self.order.through_autograd or parameter._backward_hooks
+            for module in key[0].region.modules
+            for parameter in module._parameters.values()
+            if parameter is not None and parameter.requires_grad
+        )
+
+    def _make(self, key: Key) -> GraphPair:
+        order, session = self.order, self.order.session
+        variant, slot = key
+        call = order.plan.calls[key]
+        owned = {entry.facts[0]: entry.tensor for entry in session.manifest if entry.facts is not None}
+        before = self.pairs[call.follows] if call.follows is not None else None
+        inputs, in_place, chained = [], set(), {}
+        stats = session.stats(variant.region.name, variant.region.kind)
+        for position, layout in enumerate(variant.signature.layouts):
             origin = call.origins[position]
             found = owned.get(call.addresses[position])
-            chained = _output_of(pairs, origin)
-            if chained is not None and origin is not None:
-                inputs.append(chained.detach().requires_grad_(layout.requires_grad))
-                chained_at[position] = pairs[origin.region, origin.slot]
+            source = self.pairs.get((origin.variant, origin.slot)) if origin is not None else None
+            if source is not None and origin is not None:
+                chained[position] = source, origin.output
+                inputs.append(torch.empty(0))  # Found at capture.
             elif found is not None and not layout.requires_grad and TensorLayout.of(found) == layout:
                 inputs.append(found)
                 in_place.add(position)
+            elif before is not None and before.signature.layouts[position] == layout:
+                inputs.append(before.inputs[position])  # The same object for both, and so one copy.
             else:
-                inputs.append(_static(layout))
-        stats = self.session.stats(event.region.name, event.region.kind)
-        stats.static_bytes += sum(t.nbytes for i, t in enumerate(inputs) if i not in in_place and not call.origins[i])
-        pair = GraphPair(
-            event.region,
-            call.signature,
+                inputs.append(static_like(layout))
+                self.static_bytes[key] += inputs[-1].nbytes
+        stats.static_bytes += self.static_bytes[key]
+        pair = self.pairs[key] = GraphPair(
+            variant.region,
+            variant.signature,
             inputs,
             frozenset(in_place),
-            self.session,
+            session,
             stats,
-            chained=chained_at,
-            through_autograd=self.through_autograd,
-            lane=0 if self.is_ordered else (event.region, event.slot),
+            chained=chained,
+            through_autograd=order.through_autograd,
+            lane=("forward", self.groups[variant], slot),
+            poisons=order.poisons,
         )
-        pairs[event.region, event.slot] = pair
-        with training_flags_kept(event.region.modules):
-            for module, flag in zip(event.region.modules, call.signature.training, strict=True):
-                module.training = flag
-            pair.warm_up(self.num_warmup_runs)
-            pair.capture_forward()
-        pair.require_gradients()
-
-    def backward(self, event: Event, pairs: Pairs, later: list[Event]) -> None:
-        key = (event.region, event.slot)
-        pair = pairs[key]
-        consumers = [self._consumer(key, index, pairs) for index in range(len(pair.outputs))]
-        grad_outputs: list[Tensor | None] = []
-        for output, wanted, consumer in zip(pair.outputs, pair.differentiable, consumers, strict=True):
-            if not wanted:
-                grad_outputs.append(None)
-            elif consumer is not None and consumer[0].grad_inputs[consumer[1]] is not None:
-                grad_outputs.append(consumer[0].grad_inputs[consumer[1]])
+        with _flags_of(variant):
+            if variant in self.warm:
+                pair.warm_up_as(self.warm[variant])
             else:
-                grad_outputs.append(torch.empty_like(output, requires_grad=False).detach())
-        with training_flags_kept(event.region.modules):
-            for module, flag in zip(event.region.modules, pair.signature.training, strict=True):
-                module.training = flag
-            pair.capture_backward(grad_outputs)
-        pair.let_go_forward()
-        if not self.is_ordered:
-            return
-        for consumer in consumers:
-            if consumer is not None and consumer[0].gradient_is_handed_on:
-                consumer[0].let_go_grad_inputs()
-                pair.let_go_grad_outputs()
-        # A gradient that only the very next backward reads may be handed on after it; any other may wait in autograd.
-        follows = bool(later) and later[0].phase is Phase.BACKWARD and self._feeds(later[0], key)
-        pair.gradient_is_handed_on = follows
+                pair.warm_up(order.num_warmup_runs)
+                self.warm[variant] = pair
+        return pair
 
-    def _consumer(self, key: tuple[Region, int], output: int, pairs: Pairs) -> tuple[GraphPair, int] | None:
-        """The pair whose input is this output, with the position of that input, if there is exactly one."""
-        wanted = Origin(key[0], key[1], output)
-        found = [
-            (pairs[other], position)
-            for other, call in self.plan.calls.items()
-            for position, origin in enumerate(call.origins)
-            if origin == wanted and other in pairs and pairs[other].is_ready
-        ]
-        return found[0] if len(found) == 1 else None
+    def _forward(self, segment: list[Key]) -> None:
+        pairs = [self._make(key) for key in segment]
+        with _flags_of(*(variant for variant, _ in segment)):
+            capture_forwards(pairs)
+        for pair in pairs:
+            pair.forward_position = self.order.lanes.tick()
 
-    def _feeds(self, event: Event, key: tuple[Region, int]) -> bool:
-        """True if all gradients that ``key``'s backward hands to other regions go to this event's region."""
-        origins = [origin for origin in self.plan.calls[key].origins if origin is not None]
-        return bool(origins) and all((o.region, o.slot) == (event.region, event.slot) for o in origins)
+    def _backward(self, segment: list[Key]) -> None:
+        pairs = [self.pairs[key] for key in segment]
+        last = pairs[-1]
+        consumer = self._follower(segment[-1])
+        grad_outputs: list[Tensor | None] = [None] * len(last.outputs)
+        for index, (output, wanted) in enumerate(zip(last.outputs, last.differentiable, strict=True)):
+            if wanted:
+                found = _gradient_for(consumer, last, index)
+                grad_outputs[index] = torch.zeros_like(output, requires_grad=False) if found is None else found
+        with _flags_of(*(variant for variant, _ in segment)):
+            capture_backwards(pairs, grad_outputs)
+        for pair in reversed(pairs):
+            pair.backward_position = self.order.lanes.tick()
+        if consumer is not None:
+            consumer.let_go_grad_inputs()
+            last.let_go_grad_outputs()
+        if self.order.plan.calls[segment[0]].follows is None:
+            # Handed to autograd as copies, right after each replay.
+            pairs[0].let_go_grad_inputs()
 
-
-def _output_of(pairs: Pairs, origin: Origin | None) -> Tensor | None:
-    if origin is None or (origin.region, origin.slot) not in pairs:
+    def _follower(self, key: Key) -> GraphPair | None:
+        """The pair that reads the results of this one and nothing else."""
+        for other, call in self.order.plan.calls.items():
+            if call.follows == key and other in self.pairs and self.pairs[other].is_ready:
+                return self.pairs[other]
         return None
-    return pairs[origin.region, origin.slot].outputs[origin.output]
+
+    def _chains(self) -> list[Chain]:
+        order = self.order
+        chains: list[list[Key]] = []
+        place: dict[Key, list[Key]] = {}
+        for key in dict.fromkeys((event.variant, event.slot) for event in order.plan.first_events()):
+            before = order.plan.calls[key].follows
+            if before is not None and self._is_linked(before, key):
+                place[key] = place[before]
+                place[key].append(key)
+            else:
+                place[key] = [key]
+                chains.append(place[key])
+        return [
+            Chain(
+                tuple(self.pairs[key] for key in keys),
+                tuple(order.receivers[variant.region] for variant, _ in keys),
+                keys[0][1],
+                order.lanes.of(self.groups[keys[0][0]], keys[0][1]),
+                order.handovers[keys[1]] if len(keys) > 1 else (),
+                torch.empty(0, device=order.session.device, requires_grad=True),
+            )
+            for keys in chains
+        ]
+
+    def _is_linked(self, before: Key, key: Key) -> bool:
+        first, second = self.pairs[before], self.pairs[key]
+        if self.segments[before] is self.segments[key]:
+            return True
+        if first.exposed or second.exposed:
+            return False
+        return all(
+            _gradient_for(second, first, index) is not None
+            for index, wanted in enumerate(first.differentiable)
+            if wanted
+        )
 
 
-def _static(layout: TensorLayout) -> Tensor:
-    made = torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype, device=layout.device)
-    own_entries(made).zero_()
-    return made.requires_grad_(layout.requires_grad)
+def _allocated(device: torch.device) -> int | None:
+    return torch.cuda.memory_allocated(device) if device.type == "cuda" else None
+
+
+def _gradient_for(consumer: GraphPair | None, pair: GraphPair, output: int) -> Tensor | None:
+    """Where the pair that follows leaves the gradient of an output."""
+    if consumer is None or not consumer.grad_inputs:
+        return None
+    for position, (source, index) in consumer.chained.items():
+        if source is pair and index == output:
+            return consumer.grad_inputs[position]
+    return None
+
+
+@contextmanager
+def _flags_of(*variants: Variant) -> Iterator[None]:
+    """Training flags as they were in the observed call, for the body."""
+    with training_flags_kept([module for variant in variants for module in variant.region.modules]):
+        for variant in variants:
+            for module, flag in zip(variant.region.modules, variant.signature.training, strict=True):
+                module.training = flag
+        yield

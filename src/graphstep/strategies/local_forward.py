@@ -1,54 +1,62 @@
-"""What stands in place of a captured layer's ``forward``, on the instance."""
+"""What stands in place of a captured module's ``forward``, on the instance."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
-from torch import Tensor
+from torch import nn
 
 from graphstep.errors import Problem
 from graphstep.models.segments import SegmentedModule
 
 
 class InstalledForward:
-    """What stands in a layer's ``__dict__`` while it is captured. Copies of the layer run their own forward instead."""
+    """What stands in a module's ``__dict__`` while it is captured. Copies of it run their own forward."""
 
-    def __init__(self, layer: SegmentedModule, forward: Callable[..., Tensor]) -> None:
-        self._layer, self._forward = layer, forward
+    def __init__(self, module: nn.Module, forward: Callable[..., Any]) -> None:
+        self._module, self._forward = module, forward
 
-    def __call__(self, *arguments: Any, **named: Any) -> Tensor:
-        """Run the captured layer."""
+    def __call__(self, *arguments: Any, **named: Any) -> Any:
+        """Run the captured module."""
         return self._forward(*arguments, **named)
 
-    def runs(self, forward: Callable[..., Tensor]) -> bool:
+    def runs(self, forward: Callable[..., Any]) -> bool:
         """True if it stands for this one."""
         return self._forward == forward
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return OwnForward, (self._layer,)
+        return OwnForward, (self._module,)
 
 
 class OwnForward:
-    """The ``forward`` of the class, for a copy of a captured layer: the graphs belong to the original."""
+    """The ``forward`` of the class, for a copy of a captured module: the graphs belong to the original."""
 
-    def __init__(self, layer: SegmentedModule) -> None:
-        self._layer = layer
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
 
-    def __call__(self, *arguments: Any, **named: Any) -> Tensor:
-        """Run the layer as it is."""
-        return type(self._layer).forward(self._layer, *arguments, **named)
+    def __call__(self, *arguments: Any, **named: Any) -> Any:
+        """Run the module as it is."""
+        return type(self._module).forward(self._module, *arguments, **named)
 
 
-def forward_problem(path: str, layer: SegmentedModule) -> Problem | None:
-    """Why a layer cannot be run as the list of its segments; ``None`` if it can."""
-    own = layer.__dict__.get("forward")
-    if own is None or isinstance(own, OwnForward):
-        if type(layer).forward is SegmentedModule.forward:
-            return None
-        what, fix = "its class has a forward of its own", "put what it does into segments"
-    elif isinstance(own, InstalledForward):
+def own_forward(module: nn.Module) -> Callable[..., Any]:
+    """A module's forward as it is now, found anew where the class has it, so that it follows a patched class."""
+    own = module.__dict__.get("forward")
+    return own if own is not None else OwnForward(module)
+
+
+def forward_problem(path: str, module: nn.Module, *, by_segments: bool = True) -> Problem | None:
+    """Why a module cannot be captured, whole or by its segments; ``None`` if it can."""
+    own = module.__dict__.get("forward")
+    if isinstance(own, InstalledForward):
         what, fix = "another strategy has captured it", "close that strategy first"
-    else:
+    elif not by_segments:
+        return None  # Whatever stands there is what is captured.
+    elif own is not None and not isinstance(own, OwnForward):
         what, fix = "its forward was replaced on the instance", "undo that before building the strategy, or use a hook"
+    elif type(module).forward is not SegmentedModule.forward:
+        what, fix = "its class has a forward of its own", "put what it does into segments, or name it in regions"
+    else:
+        return None
     return Problem("forward-not-segments", f"layer {path} cannot be captured: {what}", path, fix)

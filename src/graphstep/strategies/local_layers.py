@@ -1,27 +1,104 @@
-"""A layer whose segments are partly replaced by replays."""
+"""Modules whose forward is partly or wholly replaced by replays: layers of segments, and any others by path."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from fnmatch import fnmatchcase
 from itertools import groupby
 from typing import Any
 
 from torch import Tensor, nn
 
-from graphstep.capture.graph_pair import GraphPair
-from graphstep.capture.plan import PlanGuard, PlanObserver
 from graphstep.capture.region import Region
-from graphstep.capture.session import GraphSession
 from graphstep.config import CudaGraphModule
-from graphstep.errors import ConfigError
+from graphstep.errors import ConfigError, Problem
 from graphstep.models.segments import Segment, SegmentedModule
-from graphstep.strategies.local_calls import Carried, RegionCalls
-from graphstep.strategies.local_forward import InstalledForward, forward_problem
+from graphstep.strategies.local_calls import RegionCalls
+from graphstep.strategies.local_forward import InstalledForward, forward_problem, own_forward
+
+Carried = tuple[Tensor, ...]
+Named = Sequence[tuple[str, nn.Module]]
+MakeCalls = Callable[[Region, Named], RegionCalls]
+
+
+class GraphedModule:
+    """A module whose whole forward is one region."""
+
+    def __init__(self, paths: Mapping[int, str], module: nn.Module, kind: str, make_calls: MakeCalls) -> None:
+        self.module = module
+        self._own = module.__dict__.get("forward")
+        function = own_forward(module)
+        inside = tuple(module.modules())
+        region = Region(name=paths[id(module)], kind=kind, function=function, modules=inside)
+        self._calls = make_calls(region, [(paths[id(m)], m) for m in inside])
+
+    @property
+    def regions(self) -> tuple[RegionCalls, ...]:
+        """The one region."""
+        return (self._calls,)
+
+    def install(self) -> None:
+        """Put the region in place of the module's forward, on the instance. Module hooks fire as before."""
+        self.module.__dict__["forward"] = InstalledForward(self.module, self.forward)
+
+    def remove(self) -> None:
+        """Put the module's own ``forward`` back. May be called twice."""
+        installed = self.module.__dict__.get("forward")
+        if isinstance(installed, InstalledForward) and installed.runs(self.forward):
+            del self.module.__dict__["forward"]
+            if self._own is not None:
+                self.module.__dict__["forward"] = self._own
+
+    def forward(self, *arguments: Any, **named: Any) -> Any:
+        """The module's forward: same arguments and results."""
+        return self._calls(*arguments, **named)
+
+
+class GraphedLayer(GraphedModule):
+    """Runs a layer's segments: captured groups through their regions, the others as they are."""
+
+    def __init__(
+        self,
+        paths: Mapping[int, str],
+        layer: SegmentedModule,
+        modules: frozenset[CudaGraphModule],
+        make_calls: MakeCalls,
+    ) -> None:
+        self.module = layer
+        self._own = layer.__dict__.get("forward")
+        self._steps: list[RegionCalls | Segment] = []
+        names = {module.value for module in modules}
+        for is_captured, group in groupby(layer.segments(), key=lambda s: not names or s.kind in names):
+            segments = tuple(group)
+            if is_captured:
+                region = _region(paths[id(layer)], layer, segments)
+                self._steps.append(make_calls(region, [(paths[id(m)], m) for m in region.modules]))
+            else:
+                self._steps.extend(segments)
+
+    @property
+    def regions(self) -> tuple[RegionCalls, ...]:
+        """The captured groups."""
+        return tuple(step for step in self._steps if isinstance(step, RegionCalls))
+
+    def forward(self, hidden: Tensor, *context: Tensor) -> Tensor:
+        """The layer's forward: same arguments and results."""
+        carried: Carried = (hidden,)
+        for step in self._steps:
+            if isinstance(step, RegionCalls):
+                carried = step(len(carried), *carried, *context)
+            else:
+                carried = _as_carried(step.fn(*carried, *context))
+        if len(carried) != 1:
+            raise TypeError(
+                f"the last segment of {type(self.module).__name__} must return one tensor, got {len(carried)}"
+            )
+        return carried[0]
 
 
 def graphed_layers(
-    model: nn.Module, session: GraphSession, modules: frozenset[CudaGraphModule]
-) -> tuple[GraphedLayer, ...]:
+    model: nn.Module, modules: frozenset[CudaGraphModule], make_calls: MakeCalls
+) -> tuple[GraphedModule, ...]:
     """The layers of a model that have something to capture; empty ``modules`` means whole layers.
 
     Raises:
@@ -29,7 +106,7 @@ def graphed_layers(
     """
     paths = {id(module): path for path, module in model.named_modules()}
     layers = [layer for layer in model.modules() if isinstance(layer, SegmentedModule)]
-    found = [GraphedLayer(paths, layer, session, modules) for layer in layers]
+    found = [GraphedLayer(paths, layer, modules, make_calls) for layer in layers]
     problems = [
         forward_problem(paths[id(layer)], layer)
         for layer, graphed in zip(layers, found, strict=True)
@@ -40,81 +117,54 @@ def graphed_layers(
     return tuple(layer for layer in found if layer.regions)
 
 
-class GraphedLayer:
-    """Runs a layer's segments: captured groups through their regions, the others as they are."""
+def graphed_modules(model: nn.Module, regions: Mapping[str, str], make_calls: MakeCalls) -> tuple[GraphedModule, ...]:
+    """The modules whose paths match a pattern; ``*`` matches within one step of a path.
 
-    def __init__(
-        self,
-        paths: Mapping[int, str],
-        layer: SegmentedModule,
-        session: GraphSession,
-        modules: frozenset[CudaGraphModule],
-    ) -> None:
-        self._layer = layer
-        self._own: Any = None
-        self._steps: list[RegionCalls | Segment] = []
-        names = {module.value for module in modules}
-        for is_captured, group in groupby(layer.segments(), key=lambda s: not names or s.kind in names):
-            segments = tuple(group)
-            if is_captured:
-                region = _region(paths[id(layer)], layer, segments)
-                self._steps.append(RegionCalls(region, [(paths[id(m)], m) for m in region.modules], session))
-            else:
-                self._steps.extend(segments)
-
-    @property
-    def regions(self) -> tuple[RegionCalls, ...]:
-        """The captured groups."""
-        return tuple(step for step in self._steps if isinstance(step, RegionCalls))
-
-    def install(self) -> None:
-        """Put :meth:`forward` in place of the layer's own, on the instance. Module hooks fire as before."""
-        self._own = self._layer.__dict__.get("forward")
-        self._layer.__dict__["forward"] = InstalledForward(self._layer, self.forward)
-
-    def remove(self) -> None:
-        """Put the layer's own ``forward`` back and let go of the graphs. May be called twice."""
-        for calls in self.regions:
-            calls.forget()
-        installed = self._layer.__dict__.get("forward")
-        if isinstance(installed, InstalledForward) and installed.runs(self.forward):
-            del self._layer.__dict__["forward"]
-            if self._own is not None:
-                self._layer.__dict__["forward"] = self._own
-
-    def start_observing(self, observer: PlanObserver) -> None:
-        """Have every region report its calls."""
-        for calls in self.regions:
-            calls.observer = observer
-
-    def start_capture(self) -> None:
-        """Run eagerly from now on, until :meth:`use`."""
-        for calls in self.regions:
-            calls.start_capture()
-
-    def start_step(self) -> None:
-        """Before each step: look whether the captured values of attributes still hold."""
-        for calls in self.regions:
-            calls.start_step()
-
-    def use(self, pairs: Mapping[tuple[Region, int], GraphPair], guard: PlanGuard) -> None:
-        """Replay these pairs from now on."""
-        for calls in self.regions:
-            calls.use([pair for (region, _), pair in sorted(pairs.items(), key=_slot) if region is calls.region], guard)
-
-    def forward(self, hidden: Tensor, *context: Tensor) -> Tensor:
-        """The layer's forward: same arguments and results."""
-        carried: Carried = (hidden,)
-        for step in self._steps:
-            if isinstance(step, RegionCalls):
-                carried = step(carried, context)
-            else:
-                carried = _as_carried(step.fn(*carried, *context))
-        if len(carried) != 1:
-            raise TypeError(
-                f"the last segment of {type(self._layer).__name__} must return one tensor, got {len(carried)}"
+    Raises:
+        ConfigError: a pattern matches nothing, one region would lie in another, or a forward was replaced already.
+    """
+    paths = {id(module): path for path, module in model.named_modules()}
+    chosen: dict[int, tuple[nn.Module, str]] = {}
+    problems: list[Problem] = []
+    for pattern, kind in regions.items():
+        matching = [module for module in model.modules() if _matches(paths[id(module)], pattern)]
+        if not matching:
+            problems.append(_no_match(model, pattern))
+        for module in matching:
+            chosen.setdefault(id(module), (module, kind))
+    for module, _ in chosen.values():
+        inner = [paths[id(m)] for m in module.modules() if m is not module and id(m) in chosen]
+        if inner:
+            problems.append(
+                Problem(
+                    "regions-overlap",
+                    f"region {paths[id(module)]} contains the region {inner[0]}",
+                    paths[id(module)],
+                    "give patterns whose modules do not contain each other",
+                )
             )
-        return carried[0]
+        replaced = forward_problem(paths[id(module)], module, by_segments=False)
+        if replaced is not None:
+            problems.append(replaced)
+    if problems:
+        raise ConfigError(problems)
+    return tuple(GraphedModule(paths, module, kind, make_calls) for module, kind in chosen.values())
+
+
+def _matches(path: str, pattern: str) -> bool:
+    steps, wanted = path.split("."), pattern.split(".")
+    return len(steps) == len(wanted) and all(map(fnmatchcase, steps, wanted))
+
+
+def _no_match(model: nn.Module, pattern: str) -> Problem:
+    known = [path for path, _ in model.named_modules() if path]
+    near = [path for path in known if path.split(".")[-1] == pattern.rsplit(".", maxsplit=1)[-1]] or known
+    return Problem(
+        "region-not-found",
+        f"no module of {type(model).__name__} matches {pattern!r}",
+        "regions",
+        f"name paths of modules, such as {', '.join(near[:4])}",
+    )
 
 
 def _as_carried(result: Tensor | Carried) -> Carried:
@@ -128,7 +178,8 @@ def _region(path: str, layer: SegmentedModule, segments: tuple[Segment, ...]) ->
     kinds = "+".join(segment.kind for segment in segments)
     functions = tuple(segment.fn for segment in segments)
 
-    def run(carried: Carried, context: Carried) -> Carried:
+    def run(num_carried: int, *tensors: Tensor) -> Carried:
+        carried, context = tensors[:num_carried], tensors[num_carried:]
         for function in functions:
             carried = _as_carried(function(*carried, *context))
         return carried
@@ -141,7 +192,3 @@ def _region(path: str, layer: SegmentedModule, segments: tuple[Segment, ...]) ->
         function=run,
         modules=tuple(modules.values()),
     )
-
-
-def _slot(item: tuple[tuple[Region, int], Any]) -> int:
-    return item[0][1]

@@ -1,0 +1,354 @@
+"""Replays of graph pairs that follow each other: forward halves call by call, backward halves together.
+
+Autograd sees one node for all of them. Its outputs are the results of every pair, made when the first pair is called
+and handed out as the other calls come; a call that is not the expected one ends the run, and what was handed out stays
+right.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from graphstep.capture.graph_pair import GraphPair
+from graphstep.capture.lanes import Lane, Span
+from graphstep.capture.tree import unflatten
+from graphstep.engine import torch_private
+from graphstep.errors import LifecycleError
+
+Place = int | str
+"""An argument of a call: its position or its keyword."""
+Handover = tuple[tuple[Place, int], ...]
+"""Which arguments of a call are which outputs of the call before."""
+
+
+class Receiver(Protocol):
+    """Where a region is called: finds there what to do at the next call."""
+
+    pending: Pending | None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Chain:
+    """Pairs of one slot, each of which takes the results of the one before.
+
+    All other arguments are the same objects for all of them, and their static copies are shared.
+    """
+
+    pairs: tuple[GraphPair, ...]
+    receivers: tuple[Receiver, ...]
+    slot: int
+    lane: Lane
+    handover: Handover
+    """The same between all of them."""
+    anchor: Tensor
+    """A leaf of every run, so that there is a backward at all, and to see which kind of pass it is."""
+
+    @property
+    def shares_copies(self) -> bool:
+        """True if a copied argument is read by several pairs."""
+        first = self.pairs[0]
+        num_static = len(first.inputs) - len(first.in_place) - len(self.handover)
+        return len(self.pairs) > 1 and num_static > 0
+
+    def graph_at(self, index: int) -> tuple[GraphPair, ...]:
+        """The pairs whose forward halves are launched together with that of ``index``, itself first."""
+        stop = index + 1
+        while stop < len(self.pairs) and self.pairs[stop].forward is None:
+            stop += 1
+        return self.pairs[index:stop]
+
+    def limit(self, first: int) -> int:
+        """Up to which pair, not included, a run that begins at ``first`` may go."""
+        stop = first + len(self.graph_at(first))
+        while stop < len(self.pairs):
+            graph = self.graph_at(stop)
+            if any(pair.num_in_flight or pair.is_held() or pair.has_new_hook() for pair in graph):
+                break
+            stop += len(graph)
+        return stop
+
+
+class ChainRun:
+    """One pass through a chain, or through a part of it, until its backward has run or its results are dropped.
+
+    Args:
+        chain: what to run.
+        first: index of the first pair.
+        on_close: called once when the run is over.
+    """
+
+    def __init__(self, chain: Chain, first: int, on_close: Callable[[], None]) -> None:
+        self.chain = chain
+        self.first = first
+        self.latest = first
+        """Index of the last pair whose forward has run."""
+        self.span = Span()
+        self._on_close = on_close
+        self._is_open = False
+        self._has_run = False
+
+    def start(
+        self, tensors: Sequence[Tensor], arguments: tuple[Any, ...], named: dict[str, Any], ambient: tuple[Any, ...]
+    ) -> Any:
+        """Run the forward half of the first pair.
+
+        Args:
+            tensors: the flat arguments of a call with the captured signature.
+            arguments: the call's arguments, which the next ones are compared with.
+            named: those given by keyword.
+            ambient: the modes around the call.
+
+        Returns:
+            The captured function's result over the static outputs: valid until the next replay of this pair, which
+            the caller does not start as long as :meth:`GraphPair.is_held` says that the result is still in use.
+        """
+        chain, first = self.chain, self.first
+        pair = chain.pairs[first]
+        stop = chain.limit(first)
+        wanted = [tensor for tensor in tensors if tensor.requires_grad]
+        exposed = pair.exposed
+        self._is_open = True
+        chain.lane.enter(self.span)
+        self._note(first, pair)
+        flat: tuple[Tensor, ...] = Replay.apply(self, stop, tensors, *wanted, *exposed, chain.anchor)  # type: ignore[no-untyped-call]
+        handles: list[list[Tensor]] = []
+        position = 0
+        for each in chain.pairs[first:stop]:
+            handles.append(list(flat[position : position + len(each.outputs)]))
+            position += len(each.outputs)
+        result = unflatten(pair.result_structure, handles[0])
+        if stop > first + 1:
+            Pending(self, handles, arguments, named, ambient).arm()
+        return result
+
+    def advance(self) -> None:
+        """Run the forward half of the next pair."""
+        index = self.latest + 1
+        pair = self.chain.pairs[index]
+        with torch.no_grad():
+            pair.launch_forward()
+        self._note(index, pair)
+
+    def _note(self, index: int, pair: GraphPair) -> None:
+        self.latest = index
+        self.span.forward_position, self.span.backward_position = pair.forward_position, pair.backward_position
+        pair.num_in_flight += 1
+        pair.num_replays += 1
+        pair.stats.num_replays += 1
+
+    def forward(self, stop: int, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Load the arguments, run the first forward half, and give a tensor for every result up to ``stop``."""
+        pairs = self.chain.pairs[self.first : stop]
+        pairs[0].load_inputs(tensors)
+        pairs[0].launch_forward()
+        return tuple(output.detach() for pair in pairs for output in pair.outputs)
+
+    def not_differentiable(self, stop: int) -> list[int]:
+        """Positions, among the results of :meth:`forward`, of those without a gradient."""
+        flags = [wanted for pair in self.chain.pairs[self.first : stop] for wanted in pair.differentiable]
+        return [position for position, wanted in enumerate(flags) if not wanted]
+
+    def check_backward(self, node: Any) -> None:
+        """Refuse a backward that the recordings cannot give.
+
+        Raises:
+            LifecycleError: it has run before, or only gradients of chosen tensors are wanted.
+        """
+        pairs = self._done()
+        where = pairs[-1].region.name
+        if self._has_run:
+            raise LifecycleError(
+                "the backward of this call has run already, and the memory of its forward is used again",
+                where=where,
+                fix="add up the losses and call backward once, or leave this module out of the captured ones",
+            )
+        if any(pair.accumulates for pair in pairs) and not torch_private.will_accumulate(node):
+            raise LifecycleError(
+                "gradients of chosen tensors were asked for (autograd.grad, or backward with inputs=...); the captured "
+                "backward would also add to the gradients of its parameters",
+                where=where,
+                fix="call backward() and read .grad of the tensors, or leave this module out of the captured ones",
+            )
+
+    def backward(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Run the backward halves of what has run forward, last first.
+
+        Args:
+            gradients: of all results, in the order of :meth:`forward`.
+
+        Returns:
+            Gradients of the first pair's inputs that want one, then of the parameters that autograd accumulates for.
+
+        Raises:
+            LifecycleError: a graph of several layers was used in part.
+            StaleAddressError: a gradient has moved.
+        """
+        pairs = self._done()
+        counts = [len(pair.outputs) for pair in pairs]
+        starts = [sum(counts[:index]) for index in range(len(counts))]
+        given = [gradients[start : start + count] for start, count in zip(starts, counts, strict=True)]
+        for pair, found in zip(pairs, given, strict=True):
+            if pair.backward is None and (pair is pairs[-1] or any(gradient is not None for gradient in found)):
+                raise LifecycleError(
+                    "a result inside a graph of several layers was used by itself",
+                    where=pair.region.name,
+                    fix="launch each layer by itself: --cuda-graph-merge-layers 1 (merge_layers=1)",
+                )
+            pair.homes.settle()
+        self._has_run = True
+        is_chained = False
+        for pair, found in zip(reversed(pairs), reversed(given), strict=True):
+            if pair.backward is not None:
+                pair.load_output_gradients(found, is_chained=is_chained)
+            pair.launch_backward()
+            is_chained = True
+        first = pairs[0]
+        wanted = [g for g, tensor in zip(first.grad_inputs, first.inputs, strict=True) if tensor.requires_grad]
+        # Whoever receives a gradient may keep it, and the static one is overwritten by the next backward half.
+        results = [None if g is None else g.clone() for g in (*wanted, *first.exposed_gradients)]
+        self.close()
+        for pair in pairs:
+            pair.poison_dead()
+        return results
+
+    def _done(self) -> tuple[GraphPair, ...]:
+        return self.chain.pairs[self.first : self.latest + 1]
+
+    def close(self) -> None:
+        """Give the slots back. May be called twice."""
+        if self._is_open:
+            self._is_open = False
+            for pair in self._done():
+                pair.num_in_flight -= 1
+            self.chain.lane.leave(self.span)
+            self._on_close()
+
+    def __del__(self) -> None:
+        self.close()
+
+
+class Pending:
+    """What the next call of a run has to look like, and the results for it and those after it.
+
+    It lives where that call is expected. It goes when the call comes, or when the tensor that the call would be given
+    is gone.
+    """
+
+    def __init__(
+        self,
+        run: ChainRun,
+        handles: list[list[Tensor]],
+        arguments: tuple[Any, ...],
+        named: dict[str, Any],
+        ambient: tuple[Any, ...],
+    ) -> None:
+        self._run: ChainRun | None = run
+        self._handles = handles
+        self._next = 0
+        self._places = run.chain.handover
+        carried = {place for place, _ in self._places}
+        self._arguments = [(k, value) for k, value in enumerate(arguments) if k not in carried]
+        self._named = [(k, value) for k, value in named.items() if k not in carried]
+        self._sizes = len(arguments), len(named)
+        others = [value for _, value in (*self._arguments, *self._named) if isinstance(value, Tensor)]
+        self._versions = [(tensor, tensor._version) for tensor in others]
+        self.ambient = ambient
+        self._expected: list[tuple[Place, weakref.ref[Tensor], int]] = []
+        self._receiver: Receiver | None = None
+
+    @property
+    def index(self) -> int:
+        """Of the pair that is called next, in the chain."""
+        return self._run.latest + 1 if self._run is not None else -1
+
+    @property
+    def signature(self) -> Any:
+        """Of the next call, as captured."""
+        assert self._run is not None
+        return self._run.chain.pairs[self._run.latest + 1].signature
+
+    def arm(self) -> None:
+        """Wait for the next call."""
+        assert self._run is not None
+        results = self._handles[self._next]
+        self._expected = [
+            (place, weakref.ref(results[output], self._gone), results[output]._version)
+            for place, output in self._places
+        ]
+        self._handles[self._next] = []
+        self._next += 1
+        self._receiver = self._run.chain.receivers[self._run.latest + 1]
+        self._receiver.pending = self
+
+    def matches(self, arguments: tuple[Any, ...], named: dict[str, Any]) -> bool:
+        """True if a call with these arguments is the next one of the run."""
+        run = self._run
+        if run is None or run.chain.lane.latest is not run.span or (len(arguments), len(named)) != self._sizes:
+            return False
+        for place, expected, version in self._expected:
+            given: Any = arguments[place] if isinstance(place, int) else named.get(place)
+            if given is None or given is not expected() or given._version != version:
+                return False
+            if given._backward_hooks or given.retains_grad:
+                return False  # Somebody wants to see the gradient that passes here.
+        return (
+            all(arguments[place] is value for place, value in self._arguments)
+            and all(named.get(place, self) is value for place, value in self._named)
+            and all(tensor._version == version for tensor, version in self._versions)
+        )
+
+    def advance(self) -> Any:
+        """Run the next pair and give its result."""
+        run = self._run
+        assert run is not None
+        run.advance()
+        pair = run.chain.pairs[run.latest]
+        results = self._handles[self._next]
+        result = unflatten(pair.result_structure, results)
+        if self._next + 1 < len(self._handles):
+            self.arm()
+        else:
+            self.drop()
+        return result
+
+    def drop(self) -> None:
+        """Expect nothing any more and let go of the results that were not asked for."""
+        if self._receiver is not None and self._receiver.pending is self:
+            self._receiver.pending = None
+        self._run = None
+        self._handles, self._expected, self._versions = [], [], []
+        self._arguments, self._named = [], []
+
+    def _gone(self, _reference: Any) -> None:
+        self.drop()
+
+
+class Replay(torch.autograd.Function):
+    """Stands for a run: forward of its first pair now, backward halves of all when their turn comes.
+
+    Inputs: the run, up to which pair it may go, the flat arguments; those of them that want a gradient, the parameters
+    whose gradients autograd accumulates, and the chain's anchor.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, run: ChainRun, stop: int, tensors: Sequence[Tensor], *leaves: Tensor) -> tuple[Tensor, ...]:
+        """Replay the forward half on these arguments."""
+        ctx.set_materialize_grads(False)
+        ctx.run = run
+        outputs = run.forward(stop, tensors)
+        ctx.mark_non_differentiable(*(outputs[position] for position in run.not_differentiable(stop)))
+        return outputs
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        """Replay the backward halves, once, if they can give what is asked for."""
+        ctx.run.check_backward(ctx.next_functions[-1][0])
+        return (None, None, None, *ctx.run.backward(gradients), None)

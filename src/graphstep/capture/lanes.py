@@ -1,0 +1,97 @@
+"""Which graph pairs share memory, and when one of them may run."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from graphstep.capture.plan import Event, Phase, Plan, Variant
+
+
+@dataclass(slots=True, eq=False)
+class Span:
+    """Something in flight: the positions, in the order of capture, of its latest forward and of that one's backward.
+
+    It is no more than that, so that a lane keeps nothing alive.
+    """
+
+    forward_position: int = 0
+    backward_position: int = 0
+
+
+class Lane:
+    """Memory that forward halves share: what one needs no more after its backward, later captured ones use.
+
+    A forward half may therefore only run while all that is in flight in its lane was so when it was captured: begun
+    before it, and with a backward still to come. Then it writes nothing that they need. Backward halves take nothing
+    from a lane but what their forward left there, so that they may run in any order.
+    """
+
+    def __init__(self) -> None:
+        self._spans: list[Span] = []
+        self.latest: Span | None = None
+        """What entered last, if it is still in flight."""
+
+    def allows(self, position: int) -> bool:
+        """True if the forward half that was captured at this position may run now."""
+        return all(span.forward_position < position < span.backward_position for span in self._spans)
+
+    def enter(self, span: Span) -> None:
+        """Something is in flight from now on. It raises its forward position as it goes on."""
+        self._spans.append(span)
+        self.latest = span
+
+    def leave(self, span: Span) -> None:
+        """It is no longer in flight. May be called twice."""
+        if span in self._spans:
+            self._spans.remove(span)
+        if self.latest is span:
+            self.latest = None
+
+
+def lane_groups(plan: Plan) -> dict[Variant, int]:
+    """A number for each variant: those with equal numbers may share memory, slot by slot.
+
+    Within a slot, their runs in the plan are nested in each other or apart, as those of the layers of one microbatch
+    are. Usually one group holds all; an interleaved schedule makes one for each model chunk.
+    """
+    variants = list(dict.fromkeys(event.variant for event in plan.events))
+    groups: list[set[Variant]] = []
+    for variant in variants:
+        for group in groups:
+            if _is_nested(plan.events, group | {variant}):
+                group.add(variant)
+                break
+        else:
+            groups.append({variant})
+    return {variant: number for number, group in enumerate(groups) for variant in group}
+
+
+def _is_nested(events: Iterable[Event], variants: set[Variant]) -> bool:
+    waiting: dict[int, list[Variant]] = {}
+    for event in events:
+        if event.variant not in variants:
+            continue
+        stack = waiting.setdefault(event.slot, [])
+        if event.phase is Phase.FORWARD:
+            stack.append(event.variant)
+        elif not stack or stack.pop() is not event.variant:
+            return False
+    return True
+
+
+class Lanes:
+    """The lanes of a session by group and slot, and the clock of its captures."""
+
+    def __init__(self) -> None:
+        self._lanes: dict[tuple[int, int], Lane] = {}
+        self._clock = itertools.count()
+
+    def of(self, group: int, slot: int) -> Lane:
+        """The lane of a group and slot, made on first use."""
+        return self._lanes.setdefault((group, slot), Lane())
+
+    def tick(self) -> int:
+        """The next position in the order of capture."""
+        return next(self._clock)

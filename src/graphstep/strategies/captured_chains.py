@@ -1,0 +1,99 @@
+"""What has been captured for a model: found by signature, capped, the least used first to go."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from graphstep.capture.chain_run import Chain
+from graphstep.capture.plan import Variant
+from graphstep.capture.region import Region
+from graphstep.capture.session import GraphSession
+from graphstep.capture.signature import Signature
+from graphstep.strategies.local_calls import RegionCalls
+
+Hits = Mapping[tuple[Region, Signature], int]
+
+
+class CapturedChains:
+    """The chains of a model, by region and signature.
+
+    Args:
+        session: owner of the recordings.
+        max_signatures: that a region has graphs for.
+        capture_after: steps in which a further signature is seen before it is captured.
+    """
+
+    def __init__(self, session: GraphSession, max_signatures: int, capture_after: int) -> None:
+        self._session = session
+        self._max_signatures = max_signatures
+        self._capture_after = capture_after
+
+    def add(self, chains: Iterable[Chain], regions: Mapping[Region, RegionCalls]) -> None:
+        """Let the regions find new chains."""
+        for chain in chains:
+            for index, pair in enumerate(chain.pairs):
+                regions[pair.region].links.setdefault(pair.signature, []).append((chain, index))
+                pair.is_held()  # From now on, more holders than at this moment are callers.
+        _count(regions.values(), self._max_signatures)
+
+    def worth_it(self, seen: Iterable[Variant], hits: Hits, regions: Mapping[Region, RegionCalls]) -> set[Variant]:
+        """Choose what to capture among what was seen, and make room for it.
+
+        What a region has no graphs for at all is captured at once; a further signature after ``capture_after`` steps. A
+        full region gives up its least used signature for one that was seen more often than that one was replayed,
+        and asks for more each time, so that a loop with ever new shapes does not capture for ever.
+        """
+        chosen: set[Variant] = set()
+        num_new: dict[Region, int] = {}
+        for variant in sorted(seen, key=lambda variant: -hits[variant.region, variant.signature]):
+            calls = regions[variant.region]
+            num_hits = hits[variant.region, variant.signature]
+            if variant.signature in calls.links:
+                if num_hits >= self._capture_after:
+                    chosen.add(variant)  # More in flight than there are graphs for.
+                continue
+            if calls.links and num_hits < self._capture_after * (1 + calls.stats.num_evictions):
+                continue
+            is_full = len(calls.links) + num_new.get(variant.region, 0) >= self._max_signatures
+            if is_full and not self._evict_for(calls, num_hits, regions):
+                continue
+            num_new[variant.region] = num_new.get(variant.region, 0) + 1
+            chosen.add(variant)
+        return chosen
+
+    def _evict_for(self, calls: RegionCalls, num_hits: int, regions: Mapping[Region, RegionCalls]) -> bool:
+        """Drop the least used signature of a region with all that is chained to it, unless it is used more."""
+        usage = {signature: _num_replays(links) for signature, links in calls.links.items()}
+        if not usage:
+            return False
+        least = min(usage, key=lambda signature: usage[signature])
+        chains = [chain for chain, _ in calls.links[least]]
+        if usage[least] >= num_hits or any(pair.num_in_flight for chain in chains for pair in chain.pairs):
+            return False
+        for chain in chains:
+            self.drop(chain, regions)
+        calls.stats.num_evictions += 1
+        return True
+
+    def drop(self, chain: Chain, regions: Mapping[Region, RegionCalls]) -> None:
+        """Forget a chain and close its recordings. The gradients stay where they are."""
+        for pair in chain.pairs:
+            calls = regions[pair.region]
+            links = [link for link in calls.links.get(pair.signature, []) if link[0] is not chain]
+            if links:
+                calls.links[pair.signature] = links
+            else:
+                calls.links.pop(pair.signature, None)
+            self._session.release([r for r in (pair.forward, pair.backward) if r is not None], pair.stats)
+        _count(regions.values(), self._max_signatures)
+
+
+def _num_replays(links: Sequence[tuple[Chain, int]]) -> int:
+    return sum(chain.pairs[index].num_replays for chain, index in links)
+
+
+def _count(calls: Iterable[RegionCalls], max_signatures: int) -> None:
+    for each in calls:
+        each.is_full = len(each.links) >= max_signatures
+        each.stats.num_signatures = len(each.links)
+        each.stats.num_slots = max(map(len, each.links.values()), default=0)

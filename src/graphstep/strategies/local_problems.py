@@ -1,0 +1,32 @@
+"""What is wrong with a wish for local graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import nn
+
+from graphstep.config import CudaGraphModule
+from graphstep.errors import Problem
+from graphstep.models.segments import SegmentedModule
+
+
+def nothing_to_capture(model: nn.Module, modules: Sequence[CudaGraphModule]) -> Problem:
+    """Nothing in a model is what was asked for."""
+    layers = [module for module in model.modules() if isinstance(module, SegmentedModule)]
+    kinds = sorted({segment.kind for layer in layers for segment in layer.segments() if segment.kind})
+    wanted = ", ".join(module.value for module in modules) or "whole layers"
+    if kinds:
+        fix = f"name some of: {', '.join(kinds)}"
+    else:
+        fix = (
+            'name modules of your own, attach(model, regions={"layers.*": "layer"}), or use --cuda-graph-impl '
+            "full_iteration or none"
+        )
+    return Problem(
+        code="nothing-to-capture",
+        what=f"local graphs of {wanted} were asked for, but {type(model).__name__} has {len(layers)} layers "
+        f"with the parts: {', '.join(kinds) or 'none'}",
+        where="--cuda-graph-modules",
+        fix=fix,
+    )

@@ -1,0 +1,279 @@
+"""Graphs that a model's modules own: observed in the first step, captured after it, replayed from then on."""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from collections.abc import Callable, Mapping
+from types import TracebackType
+
+import torch
+from torch import nn
+
+from graphstep.capture.chain_run import Chain, Handover
+from graphstep.capture.lanes import Lanes
+from graphstep.capture.manifest import Watched, verify
+from graphstep.capture.plan import Key, Plan, PlanObserver
+from graphstep.capture.reasons import EagerReason
+from graphstep.capture.region import Region
+from graphstep.capture.report import CaptureReport
+from graphstep.capture.session import GraphSession
+from graphstep.capture.signature import Signature
+from graphstep.config import CapturePolicy, CudaGraphConfig, CudaGraphImpl, MismatchPolicy
+from graphstep.errors import CaptureError, ConfigError
+from graphstep.strategies.boundary import StepBoundary
+from graphstep.strategies.captured_chains import CapturedChains
+from graphstep.strategies.local_calls import RegionCalls
+from graphstep.strategies.local_capture import Order, RegionFailedError, capture_chains, gradients_through_autograd
+from graphstep.strategies.local_layers import GraphedModule, Named, graphed_layers, graphed_modules
+from graphstep.strategies.local_observed import ObservedCalls
+from graphstep.strategies.local_problems import nothing_to_capture
+
+
+class CudaGraphManager:
+    """Captures chosen modules of a model, and replays them whenever the model is called as at capture.
+
+    The training loop stays as it is. The first training step runs eagerly and is observed: in which order forwards and
+    backwards come, over all microbatches. The capture follows when the step is over: at :meth:`end_step`, or at the
+    first call after the weights have been updated. Later steps replay. A call that no graph serves runs eagerly and is
+    counted with its reason; evaluation (grad mode or training flags off) always does, because a graph captured in
+    training is never used for it. Inputs of a further signature, and more microbatches in flight than before, are
+    captured as well when they come back.
+
+    While this object is open, the ``forward`` of each captured module is replaced on the instance; :meth:`close` puts
+    it back. Hooks on a captured module and on parameters run as always; hooks on modules inside a captured one run when
+    it is captured and not when it is replayed: what they compute is in the graph. Hooks that are put on a result of a
+    module after its next neighbour has run see no gradient; put them on before, or in a forward hook.
+
+    Args:
+        model: the whole model as the loop calls it, wrappers such as DistributedDataParallel included.
+        config: what to capture and how; ``impl`` must be ``local``. By default whole layers.
+        regions: for modules that do not declare segments: path pattern to kind, ``{"layers.*": "layer"}``. A ``*``
+            matches within one step of a path. The whole forward of each matching module is captured: tensors in any
+            nesting, all other arguments part of the signature. Modules with segments are then captured by this only.
+        session: owner of the graphs; by default a new one on the device of the first parameter. It is closed with this
+            object.
+
+    Raises:
+        ConfigError: nothing in the model can be captured (with the policy ``auto`` a warning), a region lies within
+            another, or another strategy has captured the model.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        config: CudaGraphConfig | None = None,
+        *,
+        regions: Mapping[str, str] | None = None,
+        session: GraphSession | None = None,
+        is_automatic: bool = True,
+    ) -> None:
+        self._config = config if config is not None else CudaGraphConfig(impl=CudaGraphImpl.local)
+        self.session = session if session is not None else GraphSession(_device_of(model))
+        self.device_type = self.session.device.type
+        self.on_mismatch: MismatchPolicy = self._config.on_mismatch
+        self.is_debugging = self._config.debug
+        self.is_capturing = False
+        self.observer: PlanObserver | None = PlanObserver()
+        self.observed = ObservedCalls()
+        self._model = model
+        self._is_automatic = is_automatic
+        self._boundary = StepBoundary(model.parameters())
+        self._watched: Watched | None = None
+        self._lanes = Lanes()
+        self._chains = CapturedChains(self.session, self._config.max_signatures, self._config.capture_after)
+        self._hits: Counter[tuple[Region, Signature]] = Counter()
+        self._num_open = 0
+        self._modules = self._find(regions)
+        for module in self._modules:
+            module.install()
+        self._regions = {calls.region: calls for module in self._modules for calls in module.regions}
+
+    def _find(self, regions: Mapping[str, str] | None) -> tuple[GraphedModule, ...]:
+        if self._config.policy is CapturePolicy.off:
+            return ()
+        if regions:
+            return graphed_modules(self._model, regions, self._make_calls)
+        found = graphed_layers(self._model, frozenset(self._config.modules), self._make_calls)
+        if not found:
+            problem = nothing_to_capture(self._model, self._config.modules)
+            if self._config.policy is CapturePolicy.required:
+                raise ConfigError(problem)
+            warnings.warn(f"nothing is captured: {problem.what}. {problem.fix}", UserWarning, stacklevel=4)
+        return found
+
+    def _make_calls(self, region: Region, modules: Named) -> RegionCalls:
+        return RegionCalls(region, modules, self, self.session.stats(region.name, region.kind))
+
+    # ----- what the calls ask
+
+    def before_call(self) -> None:
+        """With nothing in flight: capture what is due, and check what has to hold for replays.
+
+        Raises:
+            StaleAddressError: a parameter, buffer or gradient has moved since the capture, or a module was replaced.
+            CaptureError: see :meth:`end_step`.
+        """
+        if self._num_open:
+            return
+        observer = self.observer
+        if self._is_automatic and observer is not None and not observer.num_in_flight:
+            if self._boundary.has_passed():
+                self._capture_observed()
+            elif not observer.plan.events:
+                self._boundary.clear()
+            self._boundary.start()
+        if self._watched is not None:
+            self.verify()
+            for calls in self._regions.values():
+                calls.check_attributes()
+
+    def verify(self) -> None:
+        """Refuse to go on if a parameter or buffer has moved or was replaced."""
+        if self._watched is not None:
+            verify(self._watched, "before a replay")
+
+    def run_opened(self) -> Callable[[], None]:
+        """A run is in flight from now on; call what is returned when it is over."""
+        self._num_open += 1
+        return self._run_closed
+
+    def _run_closed(self) -> None:
+        self._num_open -= 1
+
+    # ----- capture
+
+    def end_step(self) -> None:
+        """Tell that a step is over: captures what was observed in it, if that can be captured now.
+
+        Raises:
+            CaptureError: with the policy ``required``, names the region that cannot be captured. Everything runs
+                eagerly as before.
+            LifecycleError: this object is closed.
+        """
+        self.session.require_open()
+        self._capture_observed()
+
+    def _capture_observed(self) -> None:
+        observer = self.observer
+        self._boundary.clear()
+        if observer is None or not observer.plan.trained():
+            return
+        handovers = dict(self.observed.handovers)
+        self.observed.forget()
+        # Inputs seen from now on are captured too where that is wanted; else nothing more is observed.
+        self.observer = PlanObserver() if self.on_mismatch is MismatchPolicy.recapture else None
+        seen = {variant for variant, _ in observer.plan.trained()}
+        self._hits.update((variant.region, variant.signature) for variant in seen)
+        chosen = self._chains.worth_it(seen, self._hits, self._regions)
+        plan = observer.plan.only(chosen)
+        while plan.calls:
+            try:
+                self._capture(plan, handovers)
+                break
+            except RegionFailedError as error:
+                self._give_up(self._regions[error.region], error)
+                plan = plan.only({variant for variant, _ in plan.calls if variant.region is not error.region})
+        for calls in self._regions.values():
+            if (
+                not calls.links
+                and calls.stats.eager_calls[EagerReason.OBSERVED]
+                and calls.why_not is EagerReason.NOT_CAPTURED_YET
+            ):
+                calls.why_not = EagerReason.NO_GRADIENT
+
+    def _give_up(self, calls: RegionCalls, error: CaptureError) -> None:
+        """Leave a region out, or stop: nothing is captured then, and nothing is tried again."""
+        if self._config.policy is CapturePolicy.required:
+            self.observer = None
+            raise error
+        calls.forget(EagerReason.CAPTURE_FAILED)
+        calls.stats.why_not_captured = f"{error.what} ({error.where})"
+        warnings.warn(f"{calls.region.name} runs eagerly: {error}", UserWarning, stacklevel=4)
+
+    def _capture(self, plan: Plan, handovers: Mapping[Key, Handover]) -> None:
+        self.verify()  # What moved since an earlier capture must not be taken for what that one has seen.
+        regions = {variant.region for variant, _ in plan.calls}
+        for region in regions:
+            self._regions[region].note_attributes()
+        watched = self.session.watch([("", self._model)])
+        self.is_capturing = True
+        try:
+            with torch.inference_mode(False):
+                chains = capture_chains(
+                    Order(
+                        plan=plan,
+                        handovers=handovers,
+                        session=self.session,
+                        lanes=self._lanes,
+                        receivers=self._regions,
+                        num_warmup_runs=self._config.warmup_steps,
+                        merge=self._config.merge_layers,
+                        through_autograd=gradients_through_autograd(self._model, list(self._regions), plan),
+                        poisons=self._config.debug,
+                    )
+                )
+        finally:
+            self.is_capturing = False
+            replaced = watched.put_back()
+        if replaced:
+            self._release(chains)
+            self.observer = None
+            raise CaptureError(
+                f"the captured layers replace {', '.join(replaced)} by new tensors; a graph works on the tensors that "
+                "it has seen",
+                where="local, after the capture",
+                fix="write into the tensors (copy_, add_, mul_)",
+            )
+        self._watched = watched
+        self._chains.add(chains, self._regions)
+        for variant, _ in plan.calls:
+            self._hits.pop((variant.region, variant.signature), None)
+        for region in regions:
+            self._regions[region].captured()
+
+    def _release(self, chains: list[Chain]) -> None:
+        for chain in chains:
+            for pair in chain.pairs:
+                self.session.release([r for r in (pair.forward, pair.backward) if r is not None], pair.stats)
+                pair.homes.forget()
+
+    # ----- report and end
+
+    def report(self) -> CaptureReport:
+        """What has been captured so far, and how it was used."""
+        return self.session.report()
+
+    def close(self) -> None:
+        """Put the modules' own ``forward`` back and free the graphs. May be called twice."""
+        for module in self._modules:
+            for calls in module.regions:
+                calls.forget(EagerReason.CLOSED)
+            module.remove()
+        self.observer = None
+        self.session.close()
+
+    def __enter__(self) -> CudaGraphManager:
+        self.session.require_open()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def attach(
+    model: nn.Module, config: CudaGraphConfig | None = None, *, regions: Mapping[str, str] | None = None
+) -> CudaGraphManager:
+    """Capture the layers of a model, or chosen modules of it, as CUDA graphs; the training loop stays as it is.
+
+    The graphs live as long as the model, or until the returned object is closed, at exit at the latest. See
+    :class:`CudaGraphManager` for arguments and errors.
+    """
+    return CudaGraphManager(model, config, regions=regions)
+
+
+def _device_of(model: nn.Module) -> torch.device:
+    found = next(model.parameters(), None)
+    return found.device if found is not None else torch.device("cpu")
