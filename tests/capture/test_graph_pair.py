@@ -8,10 +8,11 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from tests.capture.pairs import Lease, backward_half, call, captured, forward_pair
+from tests.capture.pairs import backward_half, call, callers_of, captured, chain_of, forward_pair
 from torch import Tensor, nn
 from torch.nn import functional
 
+from graphstep.capture.graph_pair import capture_backwards
 from graphstep.capture.session import GraphSession
 
 
@@ -78,17 +79,17 @@ def test_outputs_are_inputs_without_a_copy(session: GraphSession, device: torch.
     first, second = (nn.Linear(3, 3).to(device) for _ in range(2))
     x = torch.randn(2, 3, device=device, requires_grad=True)
     lower = forward_pair(session, first, x)
-    chain = [lower.outputs[0].detach().requires_grad_()]
-    upper = forward_pair(session, second, lower.outputs[0], inputs=chain, chained={0: lower})
+    upper = forward_pair(session, second, lower.outputs[0], inputs=[torch.empty(0)], chained={0: (lower, 0)})
     backward_half(upper)
-    lower.capture_backward([upper.grad_inputs[0]])
+    capture_backwards([lower], [upper.grad_inputs[0]])
+    assert upper.inputs[0].data_ptr() == lower.outputs[0].data_ptr()
     for seed in range(3):
         torch.manual_seed(seed)
         given = [torch.randn(2, 3, device=device).requires_grad_() for _ in range(1)] * 2
         for module in (first, second):
             module.zero_grad()
         hidden = call(lower, given[0])
-        assert hidden.data_ptr() == chain[0].data_ptr()
+        assert hidden.data_ptr() == upper.inputs[0].data_ptr()
         call(upper, hidden).square().sum().backward()
         assert upper.grad_inputs[0] is lower.grad_outputs[0]
         grads = [given[0].grad, first.weight.grad.clone(), second.bias.grad.clone()]
@@ -199,11 +200,13 @@ def test_a_named_generator_goes_on(session: GraphSession, device: torch.device) 
     assert torch.equal(generators[0].get_state(), generators[1].get_state())
 
 
-def test_the_lease_is_told(session: GraphSession, device: torch.device) -> None:
+def test_a_run_is_over_after_its_backward(session: GraphSession, device: torch.device) -> None:
     x = torch.ones(4, device=device, requires_grad=True)
     pair = captured(session, lambda x: x * 2, x)
-    lease = Lease()
-    out = pair.replay((x,), lease)
-    assert (lease.num_backwards, lease.num_closed) == (0, 0)
+    (caller,) = callers_of(chain_of(pair))
+    out = caller(x)
+    assert (pair.num_in_flight, caller.num_closed) == (1, 0)
     out.sum().backward()
-    assert (lease.num_backwards, lease.num_closed) == (1, 1)
+    assert (pair.num_in_flight, caller.num_closed) == (0, 1)
+    del out
+    assert caller.num_closed == 1
