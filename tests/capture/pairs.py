@@ -156,10 +156,8 @@ def linked(
         pairs.append(pair)
         if index % merge == merge - 1 or index == len(functions) - 1:
             capture_forwards(segments[-1])
-        for place, _ in handover:  # What the next one is given has the layout of an inner result: it wants a gradient.
-            value = flat[place]
-            assert isinstance(value, Tensor)
-            flat[place] = value.detach().clone().requires_grad_()
+        for place, _ in handover:  # The next one is given inner results: they want a gradient where they can.
+            flat[place] = flat[place].detach().clone().requires_grad_(flat[place].is_floating_point())
     _capture_all_backwards(segments)
     for position, pair in enumerate(pairs):
         pair.forward_position, pair.backward_position = position, 2 * len(pairs) - 1 - position
