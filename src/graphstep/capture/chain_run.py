@@ -18,7 +18,6 @@ from torch.autograd.function import once_differentiable
 
 from graphstep.capture.graph_pair import GraphPair
 from graphstep.capture.lanes import Lane, Span
-from graphstep.capture.tree import unflatten
 from graphstep.engine import torch_private
 from graphstep.errors import LifecycleError
 
@@ -123,7 +122,7 @@ class ChainRun:
         for each in chain.pairs[first:stop]:
             handles.append(list(flat[position : position + len(each.outputs)]))
             position += len(each.outputs)
-        result = unflatten(pair.result_structure, handles[0])
+        result = pair.result_of(handles[0])
         if stop > first + 1:
             Pending(self, handles, arguments, named, ambient).arm()
         return result
@@ -132,8 +131,7 @@ class ChainRun:
         """Run the forward half of the next pair."""
         index = self.latest + 1
         pair = self.chain.pairs[index]
-        with torch.no_grad():
-            pair.launch_forward()
+        pair.launch_forward()
         self._note(index, pair)
 
     def _note(self, index: int, pair: GraphPair) -> None:
@@ -260,19 +258,11 @@ class Pending:
         others = [value for _, value in (*self._arguments, *self._named) if isinstance(value, Tensor)]
         self._versions = [(tensor, tensor._version) for tensor in others]
         self.ambient = ambient
+        """The modes around the calls of the run."""
+        self.training: tuple[bool, ...] = ()
+        """Training flags at the capture of the next call."""
         self._expected: list[tuple[Place, weakref.ref[Tensor], int]] = []
         self._receiver: Receiver | None = None
-
-    @property
-    def index(self) -> int:
-        """Of the pair that is called next, in the chain."""
-        return self._run.latest + 1 if self._run is not None else -1
-
-    @property
-    def signature(self) -> Any:
-        """Of the next call, as captured."""
-        assert self._run is not None
-        return self._run.chain.pairs[self._run.latest + 1].signature
 
     def arm(self) -> None:
         """Wait for the next call."""
@@ -284,7 +274,9 @@ class Pending:
         ]
         self._handles[self._next] = []
         self._next += 1
-        self._receiver = self._run.chain.receivers[self._run.latest + 1]
+        index = self._run.latest + 1
+        self.training = self._run.chain.pairs[index].signature.training
+        self._receiver = self._run.chain.receivers[index]
         self._receiver.pending = self
 
     def matches(self, arguments: tuple[Any, ...], named: dict[str, Any]) -> bool:
@@ -293,10 +285,11 @@ class Pending:
         if run is None or run.chain.lane.latest is not run.span or (len(arguments), len(named)) != self._sizes:
             return False
         for place, expected, version in self._expected:
-            given: Any = arguments[place] if isinstance(place, int) else named.get(place)
-            if given is None or given is not expected() or given._version != version:
+            result = expected()
+            given: object = arguments[place] if isinstance(place, int) else named.get(place)
+            if result is None or result is not given or result._version != version:
                 return False
-            if given._backward_hooks or given.retains_grad:
+            if result._backward_hooks or result.retains_grad:
                 return False  # Somebody wants to see the gradient that passes here.
         return (
             all(arguments[place] is value for place, value in self._arguments)
@@ -311,7 +304,7 @@ class Pending:
         run.advance()
         pair = run.chain.pairs[run.latest]
         results = self._handles[self._next]
-        result = unflatten(pair.result_structure, results)
+        result = pair.result_of(results)
         if self._next + 1 < len(self._handles):
             self.arm()
         else:

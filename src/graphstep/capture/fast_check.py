@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 from operator import attrgetter, is_
 from typing import Any, Final
 
 from torch import Tensor
 
-_FACTS: Final[tuple[Callable[[Tensor], Any], ...]] = (
-    Tensor.data_ptr,
-    attrgetter("requires_grad"),
-    Tensor.stride,
-    Tensor.numel,
-)
+from graphstep.engine import torch_private
+
+_LAYOUT: Final[tuple[Callable[[Tensor], Any], ...]] = (attrgetter("requires_grad"), Tensor.stride, Tensor.numel)
 """Together with the strides, the number of entries tells the shape, except where a dimension has one entry."""
+_MAX_GUARDS: Final = 16
 
 
 def all_same(mine: Sequence[Any], theirs: Iterable[Any]) -> bool:
@@ -32,17 +30,39 @@ class FastCheck:
         tensors: the tensors whose address and layout matter.
     """
 
-    def __init__(self, containers: Iterable[Mapping[str, Any]], tensors: Iterable[Tensor]) -> None:
-        self._containers = tuple({id(container): container for container in containers}.values())
+    def __init__(self, containers: Iterable[dict[str, Any]], tensors: Iterable[Tensor]) -> None:
+        each = tuple({id(container): container for container in containers}.values())
+        self._empty = [container for container in each if not container]
+        self._filled = [container for container in each if container]
         self._contents = self._all_contents()
         self._tensors = tuple(tensors)
-        self._facts = tuple(list(map(fact, self._tensors)) for fact in _FACTS)
+        self._addresses = list(map(Tensor.data_ptr, self._tensors))
+        self._layout = self._all_layouts()
+        self._guard = torch_private.layout_guard(self._tensors)
+        self._num_guards = 1
 
     def holds(self) -> bool:
-        """True if nothing has changed. Cost: about a quarter of a microsecond a tensor."""
-        return all_same(self._contents, self._all_contents()) and all(
-            list(map(fact, self._tensors)) == noted for fact, noted in zip(_FACTS, self._facts, strict=True)
+        """True if nothing has changed. Cost: about 0.15 microseconds a tensor."""
+        return (
+            not any(self._empty)
+            and all_same(self._contents, self._all_contents())
+            and list(map(Tensor.data_ptr, self._tensors)) == self._addresses
+            and self._layouts_hold()
         )
 
+    def _layouts_hold(self) -> bool:
+        if self._guard is not None and self._guard(*self._tensors):
+            return True
+        if self._all_layouts() != self._layout:
+            return False
+        if self._num_guards < _MAX_GUARDS:
+            # It is made for the modes at its making, such as autocast: have one for those of now.
+            self._num_guards += 1
+            self._guard = torch_private.layout_guard(self._tensors)
+        return True
+
+    def _all_layouts(self) -> list[list[Any]]:
+        return [list(map(fact, self._tensors)) for fact in _LAYOUT]
+
     def _all_contents(self) -> list[Any]:
-        return list(chain.from_iterable(container.values() for container in self._containers))
+        return list(chain.from_iterable(map(dict.values, self._filled)))

@@ -9,17 +9,15 @@ from contextlib import contextmanager
 
 @contextmanager
 def collected_once() -> Iterator[None]:
-    """Collect garbage now; collections in the body look only at objects that are newer.
+    """Collect garbage now, and keep the collector off for the body: captures in it do not collect again.
 
-    A collection walks all objects of the process, a tenth of a second beside torch. Whoever has frozen objects already
-    has them left alone: their collections are short anyway.
+    A collection walks all objects of the process, a tenth of a second beside torch.
     """
-    if gc.get_freeze_count():
-        yield
-        return
+    was_enabled = gc.isenabled()
     gc.collect()
-    gc.freeze()
+    gc.disable()
     try:
         yield
     finally:
-        gc.unfreeze()
+        if was_enabled:
+            gc.enable()

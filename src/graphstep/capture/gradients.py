@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import repeat
-from operator import attrgetter
+from operator import attrgetter, contains
 from typing import Any, Final
 
 import torch
@@ -118,13 +118,14 @@ class _QuickLook:
         self._main_tensors = [home.tensor for home in homes if home.is_main_grad]
         self._plain = [home.leaf for home in homes if not home.is_main_grad]
         self._plain_tensors = [home.tensor for home in homes if not home.is_main_grad]
+        self._plain_attributes = [leaf.__dict__ for leaf in self._plain]
 
     def all_at_home(self) -> bool:
         """True if no gradient has to be moved or refused."""
         return (
             all_same(self._plain_tensors, map(_grad_of, self._plain))
             and all_same(self._main_tensors, map(_main_grad_of, self._main))
-            and not any(map(hasattr, self._plain, repeat("main_grad")))
+            and not any(map(contains, self._plain_attributes, repeat("main_grad")))
             and list(map(Tensor.data_ptr, self._tensors)) == self._addresses
         )
 

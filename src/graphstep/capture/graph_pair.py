@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
-from typing import Any
+from operator import attrgetter
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -21,6 +22,8 @@ from graphstep.capture.static_inputs import own_entries, refresh
 from graphstep.capture.tree import flatten, unflatten
 from graphstep.engine import Recording, torch_private
 from graphstep.errors import CaptureError, LifecycleError
+
+_hooks_of: Final = attrgetter("_backward_hooks")
 
 
 class GraphPair:
@@ -80,6 +83,7 @@ class GraphPair:
         self.num_in_flight = 0
         """Runs with a forward of this pair whose backward may still come: 0 or 1."""
         self.num_replays = 0
+        self._returns_plain_tuple = False
         self.result_structure: Any = None
         self.differentiable: tuple[bool, ...] = ()
         """For each output, whether it has a gradient."""
@@ -95,7 +99,8 @@ class GraphPair:
         self.exposed: list[Tensor] = []
         """Their gradients are results of the backward recording, and autograd accumulates them."""
         self.exposed_gradients: list[Tensor | None] = []
-        self._num_holders: list[int | None] | None = None
+        self._holders: torch_private.HolderCount | None = None
+        self._num_holders: list[int] = []
         self._observation = Observation()
         self._aliases = ParameterAliases(region.modules)
         self._saved = SavedTensors()
@@ -129,9 +134,7 @@ class GraphPair:
                 # Not `backward`: that would accumulate.
                 wanted = [*leaves, *(tensor for tensor in inputs if tensor.requires_grad)]
                 with hooks_off(leaves), NoRandomness(self.region.name):
-                    found = torch.autograd.grad(
-                        outputs, wanted, [torch.zeros_like(o) for o in outputs], allow_unused=True
-                    )
+                    found = torch_private.gradients(outputs, wanted, [torch.zeros_like(o) for o in outputs])
                 used = [leaf for leaf, gradient in zip(leaves, found, strict=False) if gradient is not None]
                 trained[:] = [self._aliases.original_of(leaf) for leaf in used]
 
@@ -161,6 +164,7 @@ class GraphPair:
         with self._saved.noted(self.poisons):
             result = self._call(self.inputs)
         self.outputs, self.result_structure = flatten(result)
+        self._returns_plain_tuple = type(result) is tuple and all(isinstance(item, Tensor) for item in result)
         return result
 
     def _run_backward(self) -> list[Tensor | None]:
@@ -171,7 +175,7 @@ class GraphPair:
         accumulated = [self._aliases.current_leaf(parameter) for parameter in self._parameters]
         wanted = [*wanted_inputs, *exposed]
         with hooks_off(exposed):
-            gradients = torch.autograd.grad(outputs, [*wanted, *accumulated], given, allow_unused=True)
+            gradients = torch_private.gradients(outputs, [*wanted, *accumulated], given)
         self._accumulate(gradients[len(wanted) :])
         found = iter(gradients[: len(wanted)])
         self.grad_inputs = [next(found) if tensor.requires_grad else None for tensor in self.inputs]
@@ -231,14 +235,18 @@ class GraphPair:
 
         The first call, before any replay, tells how many holders there are without the callers of replays.
         """
-        now = [torch_private.num_holders(output) for output in self.outputs]
-        if self._num_holders is None:
-            self._num_holders = now
-        return now != self._num_holders
+        if self._holders is None:
+            self._holders = torch_private.HolderCount(self.outputs)
+            self._num_holders = self._holders.now()
+        return self._holders.now() != self._num_holders
+
+    def result_of(self, outputs: Sequence[Tensor]) -> Any:
+        """The region's result with these tensors in it."""
+        return tuple(outputs) if self._returns_plain_tuple else unflatten(self.result_structure, outputs)
 
     def has_new_hook(self) -> bool:
         """True if a parameter got a hook on its gradient, which the recording would not run."""
-        return any(map(has_gradient_hooks, self._parameters))
+        return any(map(_hooks_of, self._parameters))
 
     def moved_inputs(self, tensors: Sequence[Tensor]) -> bool:
         """True if an input that is read in place is not where it was captured."""
@@ -290,10 +298,11 @@ class GraphPair:
         if self.backward is not None:
             self.backward.replay()
             self.stats.num_launches += 1
-        for parameter in self._parameters:
-            # One that moves `.grad` to `main_grad` finds None there: the recording has added to `main_grad` itself.
-            for hook in torch_private.post_accumulate_hooks(parameter):
-                hook(parameter)
+        if torch_private.any_post_accumulate_hooks(self._parameters):
+            for parameter in self._parameters:
+                # One that moves `.grad` to `main_grad` finds None there: the recording added to `main_grad` itself.
+                for hook in torch_private.post_accumulate_hooks(parameter):
+                    hook(parameter)
 
     def poison_dead(self) -> None:
         """Overwrite what nobody should read after the backward: results that no caller holds."""

@@ -75,7 +75,7 @@ class Watched:
 
     entries: tuple[Entry, ...]
     children: tuple[Child, ...]
-    sizes: tuple[tuple[str, Mapping[str, Any], int], ...]
+    sizes: tuple[tuple[str, dict[str, Any], int], ...]
     """Module path, the dict of its parameters, buffers or submodules, and how many those were."""
     fast: FastCheck
 
@@ -134,7 +134,7 @@ class Manifest:
         """
         entries: dict[tuple[int, str], Entry] = {}
         children: list[Child] = []
-        sizes: list[tuple[str, Mapping[str, Any], int]] = []
+        sizes: list[tuple[str, dict[str, Any], int]] = []
         for prefix, root in modules:
             for path, module in root.named_modules(prefix=prefix):
                 for container, role in ((module._parameters, Role.WEIGHT), (module._buffers, Role.STATE)):

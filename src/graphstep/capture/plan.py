@@ -25,7 +25,7 @@ class Variant:
     """A region called with one signature. Compared by identity: a plan has one for each."""
 
     region: Region
-    signature: Signature
+    signature: Signature = field(repr=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
@@ -17,7 +17,7 @@ class Region:
     """Module path, with the segments where it is not a whole module: ``layers.3.attention``."""
     kind: str
     """``attn``, ``mlp``, ``layer``, ``iteration``, ..."""
-    function: Callable[..., Any]
+    function: Callable[..., Any] = field(repr=False)
     """Any nesting of tensors in and out. Changes no Python state."""
-    modules: tuple[nn.Module, ...]
+    modules: tuple[nn.Module, ...] = field(repr=False)
     """The modules inside, descendants included: their training flags are part of the signature."""

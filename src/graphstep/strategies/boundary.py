@@ -25,10 +25,9 @@ class StepBoundary:
         self._patience = 0
 
     def start(self) -> None:
-        """A step has begun, if none has yet."""
-        if self._versions is None:
-            self._versions = self._now()
-            self._patience = _PATIENCE
+        """A step has begun."""
+        self._versions = self._now()
+        self._patience = _PATIENCE
 
     def has_passed(self) -> bool:
         """Asked with nothing in flight: true once the step is over."""

@@ -38,7 +38,6 @@ _OBSERVED: Final = frozenset(
 class Host(Protocol):
     """What a region needs of the one who captures it."""
 
-    observer: PlanObserver | None
     observed: ObservedCalls
     on_mismatch: MismatchPolicy
     device_type: str
@@ -50,6 +49,9 @@ class Host(Protocol):
 
     def before_call(self) -> None:
         """A call begins: capture what is due, and check what has to hold for a replay."""
+
+    def observed_call(self) -> PlanObserver | None:
+        """The one who is told of a call that runs eagerly, if anybody is."""
 
     def run_opened(self) -> Callable[[], None]:
         """A run is in flight from now on. Returns what is called when it is over."""
@@ -76,19 +78,22 @@ class RegionCalls:
         """No further signature is captured without giving one up."""
         self._modules = modules
         self._host = host
-        self._attributes: Attributes | None = None
+        self._device_type = host.device_type
+        self._is_debugging = host.is_debugging
+        """Every replay is checked then, and so begins a run of its own."""
+        self.attributes: Attributes | None = None
         self._changed = ""
         self._mismatched: Signature | None = None
 
     def note_attributes(self) -> None:
         """Before a capture: note what Python reads besides tensors."""
         # Hooks of the layer itself run around it; those of parameters run whoever computes the gradient.
-        self._attributes = Attributes(self._modules, hooks_of=self._modules[1:])
+        self.attributes = Attributes(self._modules, hooks_of=self._modules[1:])
 
     def captured(self) -> None:
         """After a capture: leave out attributes that the region sets itself."""
-        if self._attributes is not None:
-            self._attributes.ignore_changed()
+        if self.attributes is not None:
+            self.attributes.ignore_changed()
 
     def forget(self, reason: EagerReason) -> None:
         """Let go of all pairs and run eagerly."""
@@ -96,30 +101,26 @@ class RegionCalls:
             self.pending.drop()
         self.links, self.why_not = {}, reason
 
-    def check_attributes(self) -> None:
-        """Look whether the attributes of the modules are as captured."""
-        changed = self._attributes.changed() if self._attributes is not None and self.links else []
+    def check_attributes(self) -> bool:
+        """Look whether the attributes of the modules are as captured; true if one is not."""
+        changed = self.attributes.changed() if self.attributes is not None and self.links else []
         self._changed = changed[0] if changed else ""
+        return bool(changed)
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
         """Run the region on its arguments."""
         pending = self.pending
         if pending is not None:
             self.pending = None
-            if pending.matches(arguments, named) and self._may_go_on(pending):
-                if self._host.is_debugging:
-                    self._host.verify()
+            if (
+                pending.matches(arguments, named)
+                and pending.ambient == ambient_key(self._device_type)
+                and tuple(map(_training_of, self.region.modules)) == pending.training
+                and not (self._changed or self._is_debugging or torch_private.saved_tensors_are_taken())
+            ):
                 return pending.advance()
             pending.drop()
         return self._start(arguments, named)
-
-    def _may_go_on(self, pending: Pending) -> bool:
-        return (
-            pending.ambient == ambient_key(self._host.device_type)
-            and tuple(map(_training_of, self.region.modules)) == pending.signature.training
-            and not self._changed
-            and not torch_private.saved_tensors_are_taken()
-        )
 
     def _start(self, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
         host = self._host
@@ -129,6 +130,8 @@ class RegionCalls:
         if reason is not None:
             return self._eager(reason, arguments, named)
         host.before_call()
+        if self._is_debugging:
+            host.verify()
         tensors, _ = flatten((arguments, named))
         signature = Signature.of((arguments, named), device_type=host.device_type, modules=self.region.modules)
         links = self.links.get(signature)
@@ -146,8 +149,9 @@ class RegionCalls:
                     return run.start(tensors, arguments, named, signature.ambient.key)
                 reason = reason or found
         assert reason is not None
-        if host.observer is not None and reason in _OBSERVED:
-            return self._observed(host.observer, reason, signature, tensors, arguments, named)
+        observer = host.observed_call() if reason in _OBSERVED else None
+        if observer is not None:
+            return self._observed(observer, reason, signature, tensors, arguments, named)
         return self._eager(reason, arguments, named)
 
     def _why_no_signature(self, signature: Signature) -> EagerReason:

@@ -27,12 +27,14 @@ class ObservedCalls:
 
     def __init__(self) -> None:
         self._last: ObservedCall | None = None
+        self._seen: set[Key] = set()
         self.handovers: dict[Key, Handover] = {}
         """For what follows another call: which arguments are which results of it."""
 
     def forget(self) -> None:
         """Begin anew."""
         self._last = None
+        self._seen.clear()
         self.handovers.clear()
 
     def begin(
@@ -49,7 +51,9 @@ class ObservedCalls:
         key = observer.forward(caller.region, signature, tensors, taken=taken)
         call = ObservedCall(observer, key, arguments, named)
         before, self._last = self._last, call
-        if before is not None and before.observer is observer and key not in self.handovers:
+        is_first = key not in self._seen
+        self._seen.add(key)
+        if is_first and before is not None and before.observer is observer:
             handover = before.handover_to(call, arguments, named)
             if handover:
                 arguments, named = _SoleUse(before.key, call, handover, self.handovers).aliased(arguments, named)
@@ -64,17 +68,17 @@ class ObservedCall:
         self.key = key
         self._num_arguments, self._names = len(arguments), named.keys()
         self._given = {place: _noted(value) for place, value in _places(arguments, named)}
-        self._outputs: list[tuple[weakref.ref[Tensor], int]] = []
+        self._outputs: list[tuple[weakref.ref[Tensor], tuple[Any, ...]]] = []
         self._closing: _Closing | None = _Closing(observer, key)
 
     def returned(self, outputs: Sequence[Tensor]) -> None:
         """The region has run."""
         closing, self._closing = self._closing, None
         self.observer.outputs(*self.key, outputs)
-        self._outputs = [(weakref.ref(tensor), tensor._version) for tensor in outputs]
         differentiable = [tensor for tensor in outputs if tensor.requires_grad]
         if differentiable and closing is not None:
             torch.autograd.graph.register_multi_grad_hook(differentiable, closing.backward_begins, mode="any")
+        self._outputs = [(weakref.ref(tensor), _state(tensor)) for tensor in outputs]
 
     def handover_to(self, following: ObservedCall, arguments: tuple[Any, ...], named: dict[str, Any]) -> Handover:
         """Which arguments of the next call are results of this one, if all else is as this one had it; else empty."""
@@ -94,9 +98,9 @@ class ObservedCall:
         return tuple(places) if places and is_complete else ()
 
     def _output(self, value: Any) -> int | None:
-        for index, (ref, version) in enumerate(self._outputs):
+        for index, (ref, state) in enumerate(self._outputs):
             if isinstance(value, Tensor) and ref() is value:
-                return index if value._version == version and not _is_watched(value) else None
+                return index if _state(value) == state else None
         return None
 
 
@@ -172,9 +176,9 @@ def _is_noted(noted: Any, value: Any) -> bool:
     return (noted() if isinstance(noted, weakref.ref) else noted) is value
 
 
-def _is_watched(tensor: Tensor) -> bool:
-    """True if somebody wants to see the gradient of this tensor."""
-    return bool(tensor._backward_hooks) or tensor.retains_grad
+def _state(tensor: Tensor) -> tuple[Any, ...]:
+    """Changes when somebody writes into a tensor or wants to see its gradient."""
+    return tensor._version, len(tensor._backward_hooks or ()), tensor.retains_grad
 
 
 def _stays(value: Any) -> bool:

@@ -10,6 +10,7 @@ from types import TracebackType
 import torch
 from torch import nn
 
+from graphstep.capture.attributes import FastLook
 from graphstep.capture.chain_run import Chain, Handover
 from graphstep.capture.lanes import Lanes
 from graphstep.capture.manifest import Watched, verify
@@ -80,6 +81,8 @@ class CudaGraphManager:
         self._is_automatic = is_automatic
         self._boundary = StepBoundary(model.parameters())
         self._watched: Watched | None = None
+        self._look = FastLook(())
+        self._has_changes = False
         self._lanes = Lanes()
         self._chains = CapturedChains(self.session, self._config.max_signatures, self._config.capture_after)
         self._hits: Counter[tuple[Region, Signature]] = Counter()
@@ -117,16 +120,21 @@ class CudaGraphManager:
         if self._num_open:
             return
         observer = self.observer
-        if self._is_automatic and observer is not None and not observer.num_in_flight:
-            if self._boundary.has_passed():
-                self._capture_observed()
-            elif not observer.plan.events:
-                self._boundary.clear()
+        is_waiting = observer is not None and bool(observer.plan.events) and not observer.num_in_flight
+        if self._is_automatic and is_waiting and self._boundary.has_passed():
+            self._capture_observed()
+        if self._watched is None:
+            return
+        self.verify()
+        if not self._look.holds() or self._has_changes:
+            changed = [calls.check_attributes() for calls in self._regions.values()]
+            self._has_changes = any(changed)
+
+    def observed_call(self) -> PlanObserver | None:
+        """The one who is told of a call that runs eagerly, if anybody is."""
+        if self.observer is not None and not self.observer.plan.events:
             self._boundary.start()
-        if self._watched is not None:
-            self.verify()
-            for calls in self._regions.values():
-                calls.check_attributes()
+        return self.observer
 
     def verify(self) -> None:
         """Refuse to go on if a parameter or buffer has moved or was replaced."""
@@ -231,6 +239,7 @@ class CudaGraphManager:
             self._hits.pop((variant.region, variant.signature), None)
         for region in regions:
             self._regions[region].captured()
+        self._look = FastLook(calls.attributes for calls in self._regions.values() if calls.attributes is not None)
 
     def _release(self, chains: list[Chain]) -> None:
         for chain in chains:
