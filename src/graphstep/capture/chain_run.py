@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from graphstep.capture.gradients import GradientHomes, QuickLook
 from graphstep.capture.graph_pair import GraphPair
 from graphstep.capture.lanes import Lane, Span
 from graphstep.engine import torch_private
@@ -33,7 +34,7 @@ class Receiver(Protocol):
     pending: Pending | None
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Chain:
     """Pairs of one slot, each of which takes the results of the one before.
 
@@ -55,6 +56,22 @@ class Chain:
         first = self.pairs[0]
         num_static = len(first.inputs) - len(first.in_place) - len(self.handover)
         return len(self.pairs) > 1 and num_static > 0
+
+    _look: QuickLook | None = None
+
+    def settle(self, pairs: Sequence[GraphPair]) -> None:
+        """Before backward halves of these: see that gradients are where they were captured.
+
+        Raises:
+            StaleAddressError: one has moved.
+        """
+        if len(pairs) == len(self.pairs):
+            if self._look is None:
+                self._look = GradientHomes.look_at_all(pair.homes for pair in self.pairs)
+            if self._look.all_at_home():
+                return
+        for pair in pairs:
+            pair.homes.settle()
 
     def graph_at(self, index: int) -> tuple[GraphPair, ...]:
         """The pairs whose forward halves are launched together with that of ``index``, itself first."""
@@ -199,7 +216,7 @@ class ChainRun:
                     where=pair.region.name,
                     fix="launch each layer by itself: --cuda-graph-merge-layers 1 (merge_layers=1)",
                 )
-            pair.homes.settle()
+        self.chain.settle(pairs)
         self._has_run = True
         is_chained = False
         for pair, found in zip(reversed(pairs), reversed(given), strict=True):

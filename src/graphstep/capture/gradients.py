@@ -41,14 +41,14 @@ class GradientHomes:
     def __init__(self, shared: dict[int, tuple[Tensor, Tensor]] | None = None) -> None:
         self._homes: dict[int, _Home] = {}
         self._shared = shared if shared is not None else {}
-        self._quick = _QuickLook(())
+        self._quick = QuickLook(())
 
     def add(self, leaves: Iterable[Tensor]) -> None:
         """Settle where the gradients of these leaves live. Their values are not changed."""
         for leaf in leaves:
             if id(leaf) not in self._homes:
                 self._homes[id(leaf)] = self._find(leaf)
-        self._quick = _QuickLook(self._homes.values())
+        self._quick = QuickLook(self._homes.values())
 
     def _find(self, leaf: Tensor) -> _Home:
         main = getattr(leaf, "main_grad", None)
@@ -76,7 +76,12 @@ class GradientHomes:
             if home.is_new and home.leaf.grad is home.tensor:
                 home.leaf.grad = None
         self._homes.clear()
-        self._quick = _QuickLook(())
+        self._quick = QuickLook(())
+
+    @staticmethod
+    def look_at_all(homes: Iterable[GradientHomes]) -> QuickLook:
+        """A look at several of these at once, good as long as nothing is added to them."""
+        return QuickLook(home for each in homes for home in each._homes.values())
 
     def settle(self) -> None:
         """Before a replay that accumulates: make every ``.grad`` its home again, with the value it stands for.
@@ -107,7 +112,7 @@ class GradientHomes:
             leaf.grad = tensor
 
 
-class _QuickLook:
+class QuickLook:
     """The common case of :meth:`GradientHomes.settle`, where the loop left everything in place, at the speed of C."""
 
     def __init__(self, homes: Iterable[_Home]) -> None:
