@@ -363,3 +363,85 @@ def test_several_results_are_handed_over(session: GraphSession, device: torch.de
             assert not carried[2].requires_grad
         assert all(map(torch.equal, *found))
     assert [caller.num_expected for caller in callers] == [0, 3, 3]
+
+
+def both_of_a_sum(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """Both arguments have one and the same gradient tensor."""
+    both = a + b
+    return both.tanh(), both.sin()
+
+
+def one_each(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    return a.sin(), b.cos()
+
+
+def use_one_as_well(layers: Layers, xs: Sequence[Tensor]) -> None:
+    a, b = layers[0](*xs)
+    c, d = layers[1](a, b)
+    (c.sum() + d.sum() + (a * 3).sum()).backward()
+
+
+def use_both_and_stop(layers: Layers, xs: Sequence[Tensor]) -> None:
+    a, b = layers[0](*xs)
+    (a.sum() + (b * 5).sum()).backward()
+
+
+def use_all(layers: Layers, xs: Sequence[Tensor]) -> None:
+    c, d = layers[1](*layers[0](*xs))
+    (c.sum() + d.square().sum()).backward()
+
+
+@pytest.mark.xfail(reason="gradients of different results lie in one tensor, and each is written there")
+@pytest.mark.parametrize("script", [use_one_as_well, use_both_and_stop])
+def test_results_whose_gradients_are_one_tensor(
+    session: GraphSession, device: torch.device, script: Callable[[Layers, Sequence[Tensor]], None]
+) -> None:
+    functions = [one_each, both_of_a_sum]
+    examples = [torch.ones(3, device=device, requires_grad=True) for _ in range(2)]
+    callers = callers_of(linked(session, functions, *examples, handover=((0, 0), (1, 1))))
+    for used in (use_all, script, use_all):
+        found = []
+        for layers in (functions, callers):
+            xs = [torch.full((3,), value, device=device, requires_grad=True) for value in (0.5, 0.75)]
+            used(layers, xs)
+            found.append([x.grad for x in xs])
+        assert all(map(torch.equal, *found)), used.__name__
+
+
+@pytest.mark.xfail(reason="the gradient of the result is an expanded tensor, which cannot be written")
+@pytest.mark.parametrize("is_run_on", [True, False])
+def test_a_result_whose_gradient_is_expanded(session: GraphSession, device: torch.device, is_run_on: bool) -> None:
+    functions: list[Callable[[Tensor], Tensor]] = [torch.sin, torch.sum]
+    callers = callers_of(linked(session, functions, torch.ones(3, device=device, requires_grad=True)))
+    for _ in range(2):
+        found = []
+        for layers in (functions, callers):
+            x = torch.full((3,), 0.5, device=device, requires_grad=True)
+            hidden = layers[0](x)
+            loss = hidden.square().sum()
+            (loss + layers[1](hidden) if is_run_on else loss).backward()
+            found.append(x.grad)
+        assert torch.equal(*found)
+
+
+class GivesItsConstant(torch.autograd.Function):
+    """Its gradient is a tensor that it has saved, as that of losses that compute it in their forward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, constant: Tensor) -> Tensor:
+        ctx.save_for_backward(constant)
+        return (x * constant).sum()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return ctx.saved_tensors[0], None
+
+
+@pytest.mark.xfail(reason="gradients of others are added to the tensor that the recording gave, whoever owns it")
+def test_a_gradient_that_is_memory_of_the_model_is_not_written(session: GraphSession, device: torch.device) -> None:
+    constant = torch.full((3,), 2.0, device=device)
+    functions: list[Callable[[Tensor], Tensor]] = [torch.sin, lambda x: GivesItsConstant.apply(x, constant)]  # type: ignore[no-untyped-call]
+    callers = callers_of(linked(session, functions, torch.ones(3, device=device, requires_grad=True)))
+    hidden = callers[0](torch.ones(3, device=device, requires_grad=True))
+    (callers[1](hidden) + hidden.sum()).backward()
+    assert torch.equal(constant, torch.full_like(constant, 2.0))

@@ -1,4 +1,4 @@
-"""Garbage is collected before a row of captures, and what others have frozen is left alone."""
+"""Garbage is collected before a row of captures, and not again by each of them."""
 
 from __future__ import annotations
 
@@ -11,14 +11,13 @@ from graphstep.capture.garbage import collected_once
 
 
 @pytest.fixture(autouse=True)
-def nothing_frozen() -> Iterator[None]:
-    gc.unfreeze()
+def collector_is_on() -> Iterator[None]:
+    assert gc.isenabled()
     yield
-    gc.collect()
-    gc.freeze()
+    gc.enable()
 
 
-def test_old_garbage_goes_and_new_garbage_can_be_collected() -> None:
+def test_old_garbage_goes_first_and_the_collector_stays_off() -> None:
     gone: list[str] = []
 
     class Cycle:
@@ -28,25 +27,32 @@ def test_old_garbage_goes_and_new_garbage_can_be_collected() -> None:
         def __del__(self) -> None:
             gone.append(self.name)
 
+    Cycle("old")
+    with collected_once():
+        assert gone == ["old"]
+        assert not gc.isenabled()
+        Cycle("new")
+        assert gone == ["old"]
+    assert gc.isenabled()
+    gc.collect()
+    assert gone == ["old", "new"]
+
+
+def test_a_collector_that_was_off_stays_off() -> None:
     gc.disable()
-    try:
-        Cycle("old")
-        with collected_once():
-            assert gone == ["old"]
-            assert gc.get_freeze_count() > 0
-            Cycle("new")
-            gc.collect()
-            assert gone == ["old", "new"]
-    finally:
-        gc.enable()
-    assert gc.get_freeze_count() == 0
+    with collected_once():
+        pass
+    assert not gc.isenabled()
+
+
+def test_it_is_on_again_after_an_error() -> None:
+    with pytest.raises(ValueError, match="body"), collected_once():
+        raise ValueError("body")
+    assert gc.isenabled()
 
 
 def test_what_others_have_frozen_stays_frozen() -> None:
-    gc.freeze()
-    try:
-        with collected_once():
-            pass
-        assert gc.get_freeze_count() > 0
-    finally:
-        gc.unfreeze()
+    before = gc.get_freeze_count()
+    with collected_once():
+        assert gc.get_freeze_count() == before
+    assert gc.get_freeze_count() == before
