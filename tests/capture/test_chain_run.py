@@ -391,7 +391,6 @@ def use_all(layers: Layers, xs: Sequence[Tensor]) -> None:
     (c.sum() + d.square().sum()).backward()
 
 
-@pytest.mark.xfail(reason="gradients of different results lie in one tensor, and each is written there")
 @pytest.mark.parametrize("script", [use_one_as_well, use_both_and_stop])
 def test_results_whose_gradients_are_one_tensor(
     session: GraphSession, device: torch.device, script: Callable[[Layers, Sequence[Tensor]], None]
@@ -408,7 +407,6 @@ def test_results_whose_gradients_are_one_tensor(
         assert all(map(torch.equal, *found)), used.__name__
 
 
-@pytest.mark.xfail(reason="the gradient of the result is an expanded tensor, which cannot be written")
 @pytest.mark.parametrize("is_run_on", [True, False])
 def test_a_result_whose_gradient_is_expanded(session: GraphSession, device: torch.device, is_run_on: bool) -> None:
     functions: list[Callable[[Tensor], Tensor]] = [torch.sin, torch.sum]
@@ -437,7 +435,6 @@ class GivesItsConstant(torch.autograd.Function):
         return ctx.saved_tensors[0], None
 
 
-@pytest.mark.xfail(reason="gradients of others are added to the tensor that the recording gave, whoever owns it")
 def test_a_gradient_that_is_memory_of_the_model_is_not_written(session: GraphSession, device: torch.device) -> None:
     constant = torch.full((3,), 2.0, device=device)
     functions: list[Callable[[Tensor], Tensor]] = [torch.sin, lambda x: GivesItsConstant.apply(x, constant)]  # type: ignore[no-untyped-call]

@@ -53,7 +53,7 @@ def test_partial_use_is_refused(session: GraphSession, use: Any) -> None:
     before = [parameter.grad.clone() for parameter in model.graphed[0].parameters()]
     with pytest.raises(LifecycleError, match="a result inside a graph of several layers was used by itself") as caught:
         use(model.callers, model.inputs(1)).sum().backward()
-    assert caught.value.where == "layers.0"
+    assert caught.value.where in {"layers.0", "layers.1"}
     assert "merge_layers=1" in caught.value.fix
     del caught
     after = [parameter.grad for parameter in model.graphed[0].parameters()]

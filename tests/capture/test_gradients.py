@@ -25,20 +25,22 @@ def test_an_existing_gradient_is_the_home(leaf: Tensor) -> None:
     leaf.grad = torch.full_like(leaf, 2.0)
     grad = leaf.grad
     homes = homes_of(leaf)
-    assert homes.of(leaf) is grad
+    assert leaf.grad is grad
+    assert homes.of(leaf).data_ptr() == grad.data_ptr()
     assert torch.equal(grad, torch.full_like(leaf, 2.0))
 
 
 def test_main_grad_is_the_home_where_there_is_one(leaf: Tensor) -> None:
     leaf.main_grad = torch.zeros(3, dtype=torch.float64, device=leaf.device)  # type: ignore[attr-defined]
     homes = homes_of(leaf)
-    assert homes.of(leaf) is leaf.main_grad  # type: ignore[attr-defined]
+    assert homes.of(leaf).data_ptr() == leaf.main_grad.data_ptr()  # type: ignore[attr-defined]
     assert leaf.grad is None
 
 
 def test_a_parameter_without_gradient_gets_zeros(leaf: Tensor) -> None:
     home = homes_of(leaf).of(leaf)
-    assert leaf.grad is home
+    assert leaf.grad is not None
+    assert leaf.grad.data_ptr() == home.data_ptr()
     assert torch.equal(home, torch.zeros_like(leaf))
 
 
@@ -47,15 +49,38 @@ def test_set_to_none_means_zero(leaf: Tensor) -> None:
     homes.of(leaf).fill_(5.0)
     leaf.grad = None
     homes.settle()
-    assert leaf.grad is homes.of(leaf)
+    assert leaf.grad is not None
+    assert leaf.grad.data_ptr() == homes.of(leaf).data_ptr()
     assert torch.equal(leaf.grad, torch.zeros_like(leaf))
+
+
+def test_a_gradient_that_somebody_keeps_stays_as_it_is(leaf: Tensor) -> None:
+    homes = homes_of(leaf)
+    kept = []
+    for value in (1.0, 2.0, 3.0):
+        homes.of(leaf).fill_(value)
+        kept.append(leaf.grad)
+        leaf.grad = None
+        homes.settle()
+    assert [float(gradient[0]) for gradient in kept] == [1.0, 2.0, 3.0]
+    assert torch.equal(leaf.grad, torch.zeros_like(leaf))
+
+
+def test_the_same_tensor_is_shown_again_if_nobody_keeps_it(leaf: Tensor) -> None:
+    homes = homes_of(leaf)
+    before = id(leaf.grad)
+    for _ in range(3):
+        leaf.grad = None
+        homes.settle()
+        assert id(leaf.grad) == before
 
 
 def test_a_replaced_gradient_is_copied_home(leaf: Tensor) -> None:
     homes = homes_of(leaf)
     leaf.grad = torch.full_like(leaf, 3.0)
     homes.settle()
-    assert leaf.grad is homes.of(leaf)
+    assert leaf.grad is not None
+    assert leaf.grad.data_ptr() == homes.of(leaf).data_ptr()
     assert torch.equal(leaf.grad, torch.full_like(leaf, 3.0))
 
 
@@ -81,7 +106,7 @@ def test_settling_leaves_a_gradient_in_place_alone(leaf: Tensor) -> None:
 
 def test_a_gradient_whose_storage_moved_is_refused(leaf: Tensor) -> None:
     homes = homes_of(leaf)
-    homes.of(leaf).data = torch.zeros_like(leaf)
+    leaf.grad.data = torch.zeros_like(leaf)  # type: ignore[union-attr]
     with pytest.raises(StaleAddressError, match="grad"):
         homes.settle()
 

@@ -38,6 +38,7 @@ class Run:
         zero: str = "none",
         autocast: torch.dtype | None = None,
         lr: float = 1e-2,
+        policy: str = "required",
         **options: Any,
     ) -> None:
         torch.manual_seed(0)
@@ -58,7 +59,7 @@ class Run:
             )
         else:
             self.strategy = build_strategy(
-                CudaGraphConfig(impl=impl, warmup_steps=warmup_steps, modules=modules),
+                CudaGraphConfig(impl=impl, warmup_steps=warmup_steps, modules=modules, policy=policy),
                 model=self.model,
                 forward_backward_func=forward_backward,
                 device=device,

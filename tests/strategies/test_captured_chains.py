@@ -67,6 +67,8 @@ class Model:
             chain = linked(self.session, [torch.sin] * len(self.regions), self.example(length))
         for pair, region in zip(chain.pairs, self.regions, strict=True):
             pair.region, pair.num_replays = region, num_replays
+        for calls in self.regions.values():
+            calls.note_attributes()
         self.chains.add([chain], self.regions)
         return chain
 
@@ -147,6 +149,8 @@ def test_each_region_has_its_own_limits(session: GraphSession) -> None:
     chain = chain_of(captured(session, torch.sin, model.example(4)))
     first, second = model.regions
     chain.pairs[0].region, chain.pairs[0].num_replays = first, 9
+    for calls in model.regions.values():
+        calls.note_attributes()
     model.chains.add([chain], model.regions)
     variants = [model.variant(5, 0), model.variant(5, 1)]
     hits = Counter({(variant.region, variant.signature): 2 for variant in variants})

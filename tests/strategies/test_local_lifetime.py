@@ -332,11 +332,13 @@ def test_a_capture_that_fails_half_way(device: torch.device, modules: Any, zero:
 class BugLayer(Layer):
     """A bug that shows on the third call: while capturing."""
 
-    num_calls = 0
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__(dropout)
+        self.calls_so_far: list[None] = []
 
     def _mlp(self, x: Tensor, *context: Tensor) -> Tensor:
-        self.num_calls += 1
-        if self.num_calls == 3:
+        self.calls_so_far.append(None)
+        if len(self.calls_so_far) == 3:
             raise KeyError("a bug")
         return super()._mlp(x, *context)
 

@@ -106,11 +106,19 @@ class RecomputedReentrant(Recomputed):
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 def test_recompute_around_layers(device: torch.device, build: Any, modules: Any, dropout: float) -> None:
     """The form that works on saved tensors runs eagerly; the reentrant one replays when it recomputes."""
-    run = compared(device, LOCAL, steps(4, 2), build=partial(build, 2, dropout), modules=modules)
+    run = compared(device, LOCAL, steps(4, 2), build=partial(build, 2, dropout), modules=modules, policy="auto")
     if build is Recomputed:
         assert run.reasons() == {"recompute or offloading of saved tensors": 2 * 2 * 2 * 4}
     else:
         assert run.num_replays == 2 * 3 * 2
+
+
+def test_recompute_around_layers_is_refused_where_graphs_are_required(device: torch.device) -> None:
+    run = Run(device, LOCAL, build=partial(Recomputed, 2, 0.0))
+    with pytest.raises(CaptureError, match=r"torch\.utils\.checkpoint") as caught:
+        run.step(1)
+    assert caught.value.where == "layers.0"
+    run.strategy.close()
 
 
 class RecomputedMlp(Layer):

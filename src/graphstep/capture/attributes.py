@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import repeat
+from types import ModuleType
 from typing import Any, Final
 
 from torch import Tensor, nn
@@ -12,11 +13,14 @@ from graphstep.capture.fast_check import all_same
 
 _GONE: Final = object()
 _MODULE_HOOKS: Final = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+_PLAIN: Final = (bool, int, float, str)
 _TENSOR_HOOKS: Final = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
 
 class Attributes:
     """Plain attributes of some modules, and the hooks on them and their parameters, as they were when noted.
+
+    What lies directly in an attribute that is a dict or an object of the user's own counts as well.
 
     Numbers, strings and flags are compared by value, everything else by identity. ``training`` is left to the
     signature of the call.
@@ -36,10 +40,11 @@ class Attributes:
     ) -> None:
         left_out = {*vars(nn.Module()), "forward"}
         self._noted = [
-            (_join(path, name), module.__dict__, name, value)
+            noted
             for path, module in modules
             for name, value in module.__dict__.items()
             if name not in left_out
+            for noted in _entries(_join(path, name), module.__dict__, name, value)
         ]
         self._module_hooks: list[tuple[str, Mapping[int, Any], tuple[int, ...]]] = []
         self._tensor_hooks: list[tuple[str, Tensor, str, tuple[int, ...]]] = []
@@ -61,6 +66,14 @@ class Attributes:
         changed = set(self.changed())
         self._noted = [noted for noted in self._noted if noted[0] not in changed]
         self._look = FastLook([self])
+
+    def counted(self) -> list[str]:
+        """Numbers, texts and flags that are no longer as they were, with both values."""
+        return [
+            f"{path} ({value!r} before, {attributes[name]!r} after)"
+            for path, attributes, name, value in self._noted
+            if isinstance(value, _PLAIN) and name in attributes and not _is_equal(attributes[name], value)
+        ]
 
     def changed(self) -> list[str]:
         """The paths of what is not as it was. Cost: less than 0.1 microseconds an attribute or kind of hook."""
@@ -106,8 +119,24 @@ class FastLook:
         )
 
 
+def _entries(path: str, owner: dict[str, Any], name: str, value: Any) -> Iterator[tuple[str, dict[str, Any], str, Any]]:
+    """An attribute, and what is directly in it if it is a plain object or a dict: planners and caches are such."""
+    yield path, owner, name, value
+    inside = value if type(value) is dict else _attributes_of(value)
+    yield from ((_join(path, key), inside, key, each) for key, each in inside.items() if isinstance(key, str))
+
+
+def _attributes_of(value: Any) -> dict[str, Any]:
+    kind = type(value)
+    is_library = kind.__module__.partition(".")[0] in {"torch", "builtins", "numpy", "functools", "collections"}
+    if is_library or isinstance(value, (nn.Module, Tensor, type, ModuleType)) or callable(value):
+        return {}
+    found: dict[str, Any] = getattr(value, "__dict__", {})
+    return found
+
+
 def _is_equal(mine: Any, theirs: Any) -> bool:
-    return type(mine) is type(theirs) and isinstance(mine, (bool, int, float, str)) and bool(mine == theirs)
+    return type(mine) is type(theirs) and isinstance(mine, _PLAIN) and bool(mine == theirs)
 
 
 def _join(path: str, name: str) -> str:

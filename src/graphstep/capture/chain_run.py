@@ -68,8 +68,8 @@ class Chain:
         if len(pairs) == len(self.pairs):
             if self._look is None:
                 self._look = GradientHomes.look_at_all(pair.homes for pair in self.pairs)
-            if self._look.all_at_home():
-                return
+            self._look.settle()
+            return
         for pair in pairs:
             pair.homes.settle()
 
@@ -85,7 +85,7 @@ class Chain:
         stop = first + len(self.graph_at(first))
         while stop < len(self.pairs):
             graph = self.graph_at(stop)
-            if any(pair.num_in_flight or pair.is_held() or pair.has_new_hook() for pair in graph):
+            if any(pair.num_in_flight or pair.is_held() for pair in graph):
                 break
             stop += len(graph)
         return stop
@@ -98,15 +98,21 @@ class ChainRun:
         chain: what to run.
         first: index of the first pair.
         on_close: called once when the run is over.
+        before_backward: called before the backward halves run; refuses them by an error.
     """
 
-    def __init__(self, chain: Chain, first: int, on_close: Callable[[], None]) -> None:
+    def __init__(
+        self, chain: Chain, first: int, on_close: Callable[[], None], before_backward: Callable[[], None] | None = None
+    ) -> None:
         self.chain = chain
+        self._before_backward = before_backward
         self.first = first
         self.latest = first
         """Index of the last pair whose forward has run."""
         self.span = Span()
         self._on_close = on_close
+        self._versions: list[list[int]] = []
+        """Of the results handed out, to see whether somebody wrote into them."""
         self._is_open = False
         self._has_run = False
 
@@ -132,8 +138,8 @@ class ChainRun:
         exposed = pair.exposed
         self._is_open = True
         chain.lane.enter(self.span)
-        self._note(first, pair)
         flat: tuple[Tensor, ...] = Replay.apply(self, stop, tensors, *wanted, *exposed, chain.anchor)  # type: ignore[no-untyped-call]
+        self._note(first, pair)
         handles: list[list[Tensor]] = []
         position = 0
         for each in chain.pairs[first:stop]:
@@ -153,6 +159,7 @@ class ChainRun:
 
     def _note(self, index: int, pair: GraphPair) -> None:
         self.latest = index
+        self._versions.append(pair.versions())
         self.span.forward_position, self.span.backward_position = pair.forward_position, pair.backward_position
         pair.num_in_flight += 1
         pair.num_replays += 1
@@ -202,36 +209,68 @@ class ChainRun:
             Gradients of the first pair's inputs that want one, then of the parameters that autograd accumulates for.
 
         Raises:
-            LifecycleError: a graph of several layers was used in part.
+            LifecycleError: a graph of several layers was used in part, or a result was changed in place.
             StaleAddressError: a gradient has moved.
         """
+        if self._before_backward is not None:
+            self._before_backward()
         pairs = self._done()
-        counts = [len(pair.outputs) for pair in pairs]
-        starts = [sum(counts[:index]) for index in range(len(counts))]
-        given = [gradients[start : start + count] for start, count in zip(starts, counts, strict=True)]
-        for pair, found in zip(pairs, given, strict=True):
-            if pair.backward is None and (pair is pairs[-1] or any(gradient is not None for gradient in found)):
+        given: list[list[Tensor | None]] = []
+        position = 0
+        for index, pair in enumerate(pairs):
+            self._check(index, pair)
+            given.append(list(gradients[position : position + len(pair.outputs)]))
+            position += len(pair.outputs)
+        graphs = _by_graph(pairs)
+        slices = [given[pairs.index(graph[0]) : pairs.index(graph[-1]) + 1] for graph in graphs]
+        for graph, found in zip(graphs, slices, strict=True):
+            if _is_partial(graph, found) and not all(pair.is_pure for pair in graph):
                 raise LifecycleError(
-                    "a result inside a graph of several layers was used by itself",
-                    where=pair.region.name,
+                    "a result inside a graph of several layers was used by itself, and they cannot be computed again",
+                    where=graph[-1].region.name,
                     fix="launch each layer by itself: --cuda-graph-merge-layers 1 (merge_layers=1)",
                 )
         self.chain.settle(pairs)
         self._has_run = True
         is_chained = False
-        for pair, found in zip(reversed(pairs), reversed(given), strict=True):
-            if pair.backward is not None:
-                pair.load_output_gradients(found, is_chained=is_chained)
-            pair.launch_backward()
+        incoming: list[Tensor | None] = []
+        for index in reversed(range(len(graphs))):
+            graph, found = graphs[index], slices[index]
+            if _is_partial(graph, found):
+                incoming = _recomputed(graph, found, is_chained=is_chained)
+                if index:
+                    _hand_over(incoming, graph[0], slices[index - 1][-1])
+                is_chained = False
+                continue
+            graph[-1].load_output_gradients(found[-1], is_chained=is_chained)
+            for pair in reversed(graph):
+                pair.launch_backward()
             is_chained = True
         first = pairs[0]
-        wanted = [g for g, tensor in zip(first.grad_inputs, first.inputs, strict=True) if tensor.requires_grad]
+        results = [g for g, tensor in zip(first.grad_inputs, first.inputs, strict=True) if tensor.requires_grad]
+        if not is_chained:
+            results = [g for g, tensor in zip(incoming, first.inputs, strict=True) if tensor.requires_grad]
         # Whoever receives a gradient may keep it, and the static one is overwritten by the next backward half.
-        results = [None if g is None else g.clone() for g in (*wanted, *first.exposed_gradients)]
+        results = [None if g is None else g.clone() for g in (*results, *first.exposed_gradients)]
         self.close()
         for pair in pairs:
             pair.poison_dead()
         return results
+
+    def _check(self, index: int, pair: GraphPair) -> None:
+        if pair.has_new_hook():
+            raise LifecycleError(
+                "a parameter got a hook on its gradient between the forward and the backward; the captured backward "
+                "does not run it",
+                where=pair.region.name,
+                fix="register hooks before the forward",
+            )
+        if pair.spoilt(self._versions[index], is_read_by_next=index + 1 < len(self._versions)):
+            raise LifecycleError(
+                "a result was changed in place, and the backward needs it as it was",
+                where=pair.region.name,
+                fix="use an operation that makes a new tensor, such as x + y instead of x.add_(y)",
+            )
 
     def _done(self) -> tuple[GraphPair, ...]:
         return self.chain.pairs[self.first : self.latest + 1]
@@ -240,7 +279,7 @@ class ChainRun:
         """Give the slots back. May be called twice."""
         if self._is_open:
             self._is_open = False
-            for pair in self._done():
+            for pair in self._done()[: len(self._versions)]:
                 pair.num_in_flight -= 1
             self.chain.lane.leave(self.span)
             self._on_close()
@@ -276,6 +315,8 @@ class Pending:
         self._versions = [(tensor, tensor._version) for tensor in others]
         self.ambient = ambient
         """The modes around the calls of the run."""
+        self.pair = run.chain.pairs[run.first]
+        """The pair that is called next."""
         self.training: tuple[bool, ...] = ()
         """Training flags at the capture of the next call."""
         self._expected: list[tuple[Place, weakref.ref[Tensor], int]] = []
@@ -292,7 +333,8 @@ class Pending:
         self._handles[self._next] = []
         self._next += 1
         index = self._run.latest + 1
-        self.training = self._run.chain.pairs[index].signature.training
+        self.pair = self._run.chain.pairs[index]
+        self.training = self.pair.signature.training
         self._receiver = self._run.chain.receivers[index]
         self._receiver.pending = self
 
@@ -338,6 +380,55 @@ class Pending:
 
     def _gone(self, _reference: Any) -> None:
         self.drop()
+
+
+def _by_graph(pairs: Sequence[GraphPair]) -> list[list[GraphPair]]:
+    """Those that are launched together, together."""
+    found: list[list[GraphPair]] = []
+    for pair in pairs:
+        if pair.forward is not None:
+            found.append([])
+        found[-1].append(pair)
+    return found
+
+
+def _is_partial(graph: Sequence[GraphPair], given: Sequence[Sequence[Tensor | None]]) -> bool:
+    """True if not all of a graph of several pairs has been called, or a result inside of it has another use."""
+    inside = [gradient for gradients in given[: len(graph) - 1] for gradient in gradients]
+    return len(graph) > 0 and (graph[-1].backward is None or any(gradient is not None for gradient in inside))
+
+
+def _recomputed(
+    graph: Sequence[GraphPair], given: Sequence[Sequence[Tensor | None]], *, is_chained: bool
+) -> list[Tensor | None]:
+    """Run some pairs of a graph again, eagerly, with their backward; returns gradients of the first one's inputs."""
+    if is_chained:
+        graph[-1].load_output_gradients(given[-1], is_chained=True)
+        given = [*given[:-1], graph[-1].grad_outputs]
+    first = graph[0]
+    roots: list[Tensor] = []
+    gradients: list[Tensor] = []
+    with torch.enable_grad():
+        inputs = [t.detach().requires_grad_(t.requires_grad) for t in first.inputs]
+        outputs: list[Tensor] = []
+        for pair, found in zip(graph, given, strict=True):
+            arguments = list(inputs) if pair is first else list(pair.inputs)
+            for position, (_, output) in pair.chained.items() if pair is not first else ():
+                arguments[position] = outputs[output]
+            outputs = pair.recompute(arguments)
+            used = [(o, g) for o, g in zip(outputs, found, strict=True) if g is not None and o.requires_grad]
+            roots += [output for output, _ in used]
+            gradients += [gradient for _, gradient in used]
+        torch.autograd.backward(roots, gradients)
+    return [tensor.grad for tensor in inputs]
+
+
+def _hand_over(incoming: Sequence[Tensor | None], pair: GraphPair, given: list[Tensor | None]) -> None:
+    """Add gradients of a pair's inputs to those of the results of the pair before."""
+    for position, (_, output) in pair.chained.items():
+        gradient, before = incoming[position], given[output]
+        if gradient is not None:
+            given[output] = gradient if before is None else before + gradient
 
 
 class Replay(torch.autograd.Function):

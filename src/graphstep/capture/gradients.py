@@ -2,28 +2,38 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import repeat
 from operator import attrgetter, contains
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import torch
 from torch import Tensor
 
 from graphstep.capture.fast_check import all_same
+from graphstep.capture.saved_tensors import nodes_behind
+from graphstep.engine import torch_private
 from graphstep.errors import StaleAddressError
 
 
-@dataclass(frozen=True, slots=True)
-class _Home:
+@dataclass(slots=True, eq=False)
+class Home:
+    """Where the gradient of one leaf lives. Shared by all recordings of a session that write it."""
+
     leaf: Tensor
     tensor: Tensor
+    """Over the memory that recordings write. Nobody else has it."""
     address: int
     is_main_grad: bool
-    is_new: bool
-    """``.grad`` was ``None`` before."""
+    shown: Tensor
+    """What ``.grad`` (or ``main_grad``) is while the gradient is at home, over the same memory."""
+
+
+Homes = dict[int, Home]
+"""By identity of the leaf."""
 
 
 class GradientHomes:
@@ -34,37 +44,43 @@ class GradientHomes:
     of the pool.
 
     Args:
-        shared: parameters, by identity, with the gradients that were made for them. Given to several homes, it keeps
-            each of them from making its own.
+        shared: of all recordings of a session.
     """
 
-    def __init__(self, shared: dict[int, tuple[Tensor, Tensor]] | None = None) -> None:
-        self._homes: dict[int, _Home] = {}
+    def __init__(self, shared: Homes | None = None) -> None:
         self._shared = shared if shared is not None else {}
-        self._quick = QuickLook(())
+        self._homes: Homes = {}
+        self._is_new: set[int] = set()
+        """Leaves that had no gradient before."""
+        self._look = QuickLook(())
 
     def add(self, leaves: Iterable[Tensor]) -> None:
         """Settle where the gradients of these leaves live. Their values are not changed."""
         for leaf in leaves:
             if id(leaf) not in self._homes:
                 self._homes[id(leaf)] = self._find(leaf)
-        self._quick = QuickLook(self._homes.values())
+        self._look = QuickLook(self._homes.values())
 
-    def _find(self, leaf: Tensor) -> _Home:
+    def _find(self, leaf: Tensor) -> Home:
         main = getattr(leaf, "main_grad", None)
+        known = self._shared.get(id(leaf))
         if isinstance(main, Tensor):
-            return _Home(leaf, main, main.data_ptr(), is_main_grad=True, is_new=False)
-        is_new = leaf.grad is None
+            if known is None or not known.is_main_grad or known.shown is not main:
+                known = self._shared[id(leaf)] = Home(leaf, main.detach(), main.data_ptr(), True, main)
+            return known
+        if known is None or _is_stale(known) or not _fits(known.tensor, leaf):
+            gradient = leaf.grad
+            if gradient is None:
+                gradient = torch.zeros_like(leaf, memory_format=torch.preserve_format).detach()
+            known = self._shared[id(leaf)] = Home(leaf, gradient.detach(), gradient.data_ptr(), False, gradient)
         if leaf.grad is None:
-            leaf.grad = self._made_for(leaf)
-        return _Home(leaf, leaf.grad, leaf.grad.data_ptr(), is_main_grad=False, is_new=is_new)
-
-    def _made_for(self, leaf: Tensor) -> Tensor:
-        _, made = self._shared.get(id(leaf), (leaf, None))
-        if made is None or (made.shape, made.dtype, made.device) != (leaf.shape, leaf.dtype, leaf.device):
-            made = torch.zeros_like(leaf, memory_format=torch.preserve_format).detach()
-            self._shared[id(leaf)] = leaf, made
-        return made.zero_()
+            self._is_new.add(id(leaf))
+            known.tensor.zero_()
+            _show(known)
+        elif leaf.grad is not known.shown:
+            known.tensor.copy_(leaf.grad)
+            _show(known)
+        return known
 
     def of(self, leaf: Tensor) -> Tensor:
         """The gradient storage of a leaf that was added."""
@@ -73,66 +89,101 @@ class GradientHomes:
     def forget(self) -> None:
         """Undo :meth:`add`: leaves that had no gradient have none again."""
         for home in self._homes.values():
-            if home.is_new and home.leaf.grad is home.tensor:
+            if id(home.leaf) in self._is_new and home.leaf.grad is home.shown:
                 home.leaf.grad = None
-        self._homes.clear()
-        self._quick = QuickLook(())
+        self._homes = {}
+        self._is_new.clear()
+        self._look = QuickLook(())
 
     @staticmethod
     def look_at_all(homes: Iterable[GradientHomes]) -> QuickLook:
         """A look at several of these at once, good as long as nothing is added to them."""
-        return QuickLook(home for each in homes for home in each._homes.values())
+        return QuickLook({id(home.leaf): home for each in homes for home in each._homes.values()}.values())
 
     def settle(self) -> None:
-        """Before a replay that accumulates: make every ``.grad`` its home again, with the value it stands for.
+        """Before a replay that accumulates: see :meth:`QuickLook.settle`."""
+        self._look.settle()
 
-        ``None`` means zero (``zero_grad(set_to_none=True)``); another tensor is copied in. Costs nothing where the
-        loop left ``.grad`` alone.
+
+class QuickLook:
+    """Some gradients together: the common cases of settling them at the speed of C."""
+
+    def __init__(self, homes: Iterable[Home]) -> None:
+        self._homes = list(homes)
+        self._addresses = [home.address for home in self._homes]
+        self._main = [home for home in self._homes if home.is_main_grad]
+        self._plain = [home for home in self._homes if not home.is_main_grad]
+        self._main_leaves = [home.leaf for home in self._main]
+        self._plain_leaves = [home.leaf for home in self._plain]
+        self._plain_attributes = [leaf.__dict__ for leaf in self._plain_leaves]
+
+    def settle(self) -> None:
+        """Make every ``.grad`` its home again, with the value that it stands for.
+
+        ``None`` means zero (``zero_grad(set_to_none=True)``); another tensor is copied in. A gradient that somebody
+        has kept from before stays as it is: it gets memory of its own. Costs about 0.2 microseconds a parameter where
+        the loop left ``.grad`` alone, and one launch for all that were set to ``None``.
 
         Raises:
             StaleAddressError: a gradient that the recording writes has moved where this class cannot follow.
         """
-        if self._quick.all_at_home():
+        if self.all_at_home():
             return
-        for home in self._homes.values():
-            leaf, tensor = home.leaf, home.tensor
-            if home.is_main_grad:
-                is_stale = getattr(leaf, "main_grad", None) is not tensor
-            else:
-                is_stale = leaf.__dict__.get("main_grad") is not None  # the fast way to ask for what is rarely there
-            if is_stale or tensor.data_ptr() != home.address:
+        to_zero = []
+        for home in self._homes:
+            if _is_stale(home):
                 raise StaleAddressError(_how_it_moved(home), where="before a backward replay", fix=_FIX)
-            gradient = leaf.grad
-            if home.is_main_grad or gradient is tensor:
+            gradient = home.leaf.grad
+            if home.is_main_grad or gradient is home.shown:
                 continue
             if gradient is None:
-                tensor.zero_()
+                to_zero.append(home.tensor)
             else:
-                tensor.copy_(gradient)
-            leaf.grad = tensor
-
-
-class QuickLook:
-    """The common case of :meth:`GradientHomes.settle`, where the loop left everything in place, at the speed of C."""
-
-    def __init__(self, homes: Iterable[_Home]) -> None:
-        homes = list(homes)
-        self._tensors = [home.tensor for home in homes]
-        self._addresses = [home.address for home in homes]
-        self._main = [home.leaf for home in homes if home.is_main_grad]
-        self._main_tensors = [home.tensor for home in homes if home.is_main_grad]
-        self._plain = [home.leaf for home in homes if not home.is_main_grad]
-        self._plain_tensors = [home.tensor for home in homes if not home.is_main_grad]
-        self._plain_attributes = [leaf.__dict__ for leaf in self._plain]
+                home.tensor.copy_(gradient)
+            _show(home)
+        if to_zero:
+            torch._foreach_zero_(to_zero)
 
     def all_at_home(self) -> bool:
         """True if no gradient has to be moved or refused."""
         return (
-            all_same(self._plain_tensors, map(_grad_of, self._plain))
-            and all_same(self._main_tensors, map(_main_grad_of, self._main))
+            all_same(list(map(_shown_of, self._plain)), map(_grad_of, self._plain_leaves))
+            and all_same(list(map(_shown_of, self._main)), map(_main_grad_of, self._main_leaves))
             and not any(map(contains, self._plain_attributes, repeat("main_grad")))
-            and list(map(Tensor.data_ptr, self._tensors)) == self._addresses
+            and list(map(_address_of, map(_shown_of, self._homes))) == self._addresses
         )
+
+
+def _fits(gradient: Tensor, leaf: Tensor) -> bool:
+    return (gradient.shape, gradient.device) == (leaf.shape, leaf.device)
+
+
+def _is_stale(home: Home) -> bool:
+    main = getattr(home.leaf, "main_grad", None)
+    has_moved = home.shown.data_ptr() != home.address
+    return has_moved or (main is not home.shown if home.is_main_grad else main is not None)
+
+
+def _show(home: Home) -> None:
+    """Let ``.grad`` be the home, and not a tensor that somebody has kept."""
+    if sys.getrefcount(home.shown) > _UNHELD:
+        kept = home.shown
+        home.shown = home.tensor.detach()
+        with torch.no_grad():
+            kept.data = kept.clone()
+    home.leaf.grad = home.shown
+
+
+def _references_of_one_attribute() -> int:
+    example: Any = object()
+    home = Home(example, example, 0, False, cast(Tensor, object()))
+    return sys.getrefcount(home.shown)
+
+
+_UNHELD: Final = _references_of_one_attribute()
+"""What ``sys.getrefcount`` tells of a tensor that only its home refers to."""
+_shown_of: Final = attrgetter("shown")
+_address_of: Final = Tensor.data_ptr
 
 
 def _main_grad_of(leaf: Tensor) -> Any:
@@ -147,7 +198,7 @@ _FIX = (
 )
 
 
-def _how_it_moved(home: _Home) -> str:
+def _how_it_moved(home: Home) -> str:
     main = getattr(home.leaf, "main_grad", None)
     name = "main_grad" if home.is_main_grad or main is not None else "grad"
     what = f"{name} of a parameter of shape {tuple(home.leaf.shape)}"
@@ -155,27 +206,35 @@ def _how_it_moved(home: _Home) -> str:
         return f"{what} was removed"
     if not home.is_main_grad and main is not None:
         return f"{what} was not there at capture"
-    if main is not None and main is not home.tensor:
+    if main is not None and main is not home.shown:
         return f"{what} was replaced by another tensor"
-    return f"{what} moved: captured at {home.address:#x}, now at {home.tensor.data_ptr():#x}"
+    return f"{what} moved: captured at {home.address:#x}, now at {home.shown.data_ptr():#x}"
 
 
 def leaves_reached(outputs: Iterable[Tensor]) -> list[Tensor]:
     """The leaf tensors that a backward pass from ``outputs`` would accumulate into, in a fixed order."""
     outputs = list(outputs)
     found: dict[int, Tensor] = {id(output): output for output in outputs if output.requires_grad and output.is_leaf}
-    seen: set[Any] = set()
-    waiting = [output.grad_fn for output in outputs if output.grad_fn is not None]
-    while waiting:
-        node = waiting.pop()
-        if node in seen:
-            continue
-        seen.add(node)
+    for node in nodes_behind(outputs):
         variable = getattr(node, "variable", None)
         if isinstance(variable, Tensor):
             found.setdefault(id(variable), variable)
-        waiting.extend(following for following, _ in node.next_functions if following is not None)
     return list(found.values())
+
+
+def reaches_outside(outputs: Iterable[Tensor], since: int | None) -> bool:
+    """True if a backward pass from ``outputs`` runs on into what was computed before :func:`moment`."""
+    if since is None:
+        return False
+    numbers = (torch_private.node_number(node) for node in nodes_behind(outputs))
+    return any(number is not None and number <= since for number in numbers)
+
+
+def moment() -> int | None:
+    """The number of an autograd node made now; later ones of this thread have higher ones."""
+    with torch.enable_grad():
+        node = torch.empty(0, requires_grad=True).view(0).grad_fn
+    return torch_private.node_number(node)
 
 
 def has_gradient_hooks(leaf: Tensor) -> bool:

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from operator import attrgetter
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 
-from graphstep.capture.gradients import GradientHomes, has_gradient_hooks, hooks_off, leaves_reached
+from graphstep.capture.gradients import (
+    GradientHomes,
+    has_gradient_hooks,
+    hooks_off,
+    leaves_reached,
+    moment,
+    reaches_outside,
+)
 from graphstep.capture.observe import Observation
 from graphstep.capture.parameter_aliases import ParameterAliases
-from graphstep.capture.poison import SavedTensors, poison
 from graphstep.capture.randomness import NoRandomness
 from graphstep.capture.region import Region
 from graphstep.capture.report import RegionStats
+from graphstep.capture.saved_tensors import CreatedStorages, SavedTensors, poison, saved_storages
 from graphstep.capture.session import GraphSession
 from graphstep.capture.signature import Signature, TensorLayout
 from graphstep.capture.static_inputs import own_entries, refresh
@@ -24,6 +31,7 @@ from graphstep.engine import Recording, torch_private
 from graphstep.errors import CaptureError, LifecycleError
 
 _hooks_of: Final = attrgetter("_backward_hooks")
+_version_of: Final = attrgetter("_version")
 
 
 class GraphPair:
@@ -76,14 +84,20 @@ class GraphPair:
         self.outputs: list[Tensor] = []
         self.grad_outputs: list[Tensor | None] = []
         self.grad_inputs: list[Tensor | None] = []
-        self.homes = GradientHomes()
+        self.homes = GradientHomes(session.gradient_homes)
         self.poisons = poisons
         self.forward_position = self.backward_position = 0
         """Places in the order of capture."""
         self.num_in_flight = 0
         """Runs with a forward of this pair whose backward may still come: 0 or 1."""
         self.num_replays = 0
+        self.owner: object = None
+        """Whoever replays it; for their use."""
         self._returns_plain_tuple = False
+        self._is_saved: list[bool] = []
+        """For each output, whether autograd needs it for the backward half."""
+        self._is_own: list[bool] = []
+        """For each output, whether the recording made its memory; known where it is poisoned."""
         self.result_structure: Any = None
         self.differentiable: tuple[bool, ...] = ()
         """For each output, whether it has a gradient."""
@@ -122,12 +136,21 @@ class GraphPair:
 
         def both_halves() -> None:
             versions = [tensor._version for tensor in inputs]
+            start = moment()
             outputs = [output for output in flatten(self._call(inputs))[0] if output.requires_grad]
             if [tensor._version for tensor in inputs] != versions:
                 raise CaptureError(
                     "this region writes into its arguments; a replay would write into copies of them",
                     where=self.region.name,
                     fix="use an operation that makes a new tensor, such as x + y instead of x.add_(y)",
+                )
+            if reaches_outside(outputs, start):
+                raise CaptureError(
+                    "this region reads a tensor that was computed outside of it and wants a gradient, but is no "
+                    "argument of it",
+                    where=self.region.name,
+                    fix="give it as an argument, or compute it inside; weights that a hook of the module puts "
+                    "together (weight_norm) are computed outside: capture a module around it",
                 )
             leaves = [leaf for leaf in leaves_reached(outputs) if id(leaf) not in own]
             if outputs:
@@ -161,9 +184,15 @@ class GraphPair:
 
     def _run_forward(self) -> Any:
         self._bind_chained()
-        with self._saved.noted(self.poisons):
+        if self.poisons:
+            with self._saved.noted():
+                result = self._call(self.inputs)
+        else:
             result = self._call(self.inputs)
         self.outputs, self.result_structure = flatten(result)
+        saved = saved_storages(self.outputs)
+        self._is_saved = [torch_private.storage_key(output) in saved for output in self.outputs]
+        self._is_own = [output in self._saved.created for output in self.outputs]
         self._returns_plain_tuple = type(result) is tuple and all(isinstance(item, Tensor) for item in result)
         return result
 
@@ -174,14 +203,17 @@ class GraphPair:
         exposed = [self._aliases.current_leaf(parameter) for parameter in self.exposed]
         accumulated = [self._aliases.current_leaf(parameter) for parameter in self._parameters]
         wanted = [*wanted_inputs, *exposed]
-        with hooks_off(exposed):
+        created = CreatedStorages()
+        # As in a backward after the forward's modes have ended, whatever call has led to the capture.
+        with hooks_off(exposed), torch.autocast(self.session.device.type, enabled=False), created:
             gradients = torch_private.gradients(outputs, [*wanted, *accumulated], given)
         self._accumulate(gradients[len(wanted) :])
-        found = iter(gradients[: len(wanted)])
+        gradients = tuple(_with_memory_of_their_own(gradients[: len(wanted)], created))
+        found = iter(gradients)
         self.grad_inputs = [next(found) if tensor.requires_grad else None for tensor in self.inputs]
         self.exposed_gradients = list(found)
-        self._saved.poison(keep=[*self.inputs, *self.outputs, *gradients[: len(wanted)]])
-        return list(gradients[: len(wanted)])
+        self._saved.poison(keep=[*self.inputs, *self.outputs, *gradients])
+        return list(gradients)
 
     def _call(self, inputs: Sequence[Tensor]) -> Any:
         with self.signature.ambient.entered(self.session.device.type):
@@ -219,6 +251,11 @@ class GraphPair:
         self.grad_outputs = [None if g is None else borrow(g) for g in self.grad_outputs]
 
     # ----- replay
+
+    @property
+    def is_pure(self) -> bool:
+        """True if the region changes no state: it may run although nobody asks for its result, and run again."""
+        return self._observation.is_pure
 
     @property
     def is_ready(self) -> bool:
@@ -275,6 +312,10 @@ class GraphPair:
         for output in self.outputs:
             torch.autograd.graph.increment_version(output)
 
+    def recompute(self, inputs: Sequence[Tensor]) -> list[Tensor]:
+        """Run the region eagerly on its static inputs, or on what another one made; returns its outputs, flat."""
+        return flatten(self._call(inputs))[0]
+
     def load_output_gradients(self, gradients: Sequence[Tensor | None], *, is_chained: bool) -> None:
         """Refresh the gradients of the outputs.
 
@@ -304,10 +345,22 @@ class GraphPair:
                 for hook in torch_private.post_accumulate_hooks(parameter):
                     hook(parameter)
 
+    def versions(self) -> list[int]:
+        """Of the outputs: they tell whether somebody writes into them."""
+        return list(map(_version_of, self.outputs))
+
+    def spoilt(self, versions: Sequence[int], *, is_read_by_next: bool) -> bool:
+        """True if a result that the backward halves read was written into since it had these versions."""
+        now = self.versions()
+        return now != list(versions) and any(
+            before != after and (is_saved or is_read_by_next)
+            for before, after, is_saved in zip(versions, now, self._is_saved, strict=True)
+        )
+
     def poison_dead(self) -> None:
         """Overwrite what nobody should read after the backward: results that no caller holds."""
         if self.poisons and not self.is_held():
-            poison(self.outputs)
+            poison(output for output, is_own in zip(self.outputs, self._is_own, strict=True) if is_own)
 
 
 def capture_forwards(pairs: Sequence[GraphPair]) -> None:
@@ -388,6 +441,19 @@ def capture_backwards(pairs: Sequence[GraphPair], grad_outputs: Sequence[Tensor 
     for each in (first.forward, recording):
         if each is not None:
             each.release_result()
+
+
+def _with_memory_of_their_own(gradients: Sequence[Tensor | None], created: CreatedStorages) -> Iterator[Tensor | None]:
+    """Gradients that others may be added to: copies of those that share memory with anything else."""
+    seen: set[int] = set()
+    for gradient in gradients:
+        if gradient is None:
+            yield None
+            continue
+        key = torch_private.storage_key(gradient)
+        is_shared = key in seen or gradient not in created or 0 in gradient.stride()
+        seen.add(key)
+        yield gradient.clone(memory_format=torch.contiguous_format) if is_shared else gradient
 
 
 def _together(pairs: Sequence[GraphPair]) -> Observation:

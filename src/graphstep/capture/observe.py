@@ -30,6 +30,8 @@ class Observation:
     """Generators given to random operations by name."""
     externals: list[Tensor] = field(default_factory=list)
     """One alias over each storage that existed before and was used."""
+    is_pure: bool = False
+    """It wrote into nothing that existed before, and drew no random numbers."""
 
 
 def watch_run(function: Callable[[], T]) -> tuple[T, Observation]:
@@ -53,11 +55,12 @@ def observe(function: Callable[[], Any], engine: Engine, *, num_runs: int = 1) -
     log = UndoLog()
     watcher = WriteObserver(log, OperationTable())
     host = HostRandomness(engine.device)
-    with generators_kept(engine.device), engine.capture_stream():
+    with generators_kept(engine.device) as have_drawn, engine.capture_stream():
         try:
             with watcher, _sparse_refused():
                 function()
             leaves = _filled(watcher.leaves)
+            is_pure = not (log.nbytes or watcher.generators or have_drawn())
             for _ in range(num_runs - 1):
                 function()
         finally:
@@ -65,7 +68,7 @@ def observe(function: Callable[[], Any], engine: Engine, *, num_runs: int = 1) -
             watcher.restore_generators()
             log.restore()
             host.restore()
-    return Observation(leaves, watcher.generators, watcher.externals)
+    return Observation(leaves, watcher.generators, watcher.externals, is_pure)
 
 
 @contextmanager
@@ -89,19 +92,22 @@ def _filled(leaves: Sequence[Tensor]) -> list[Tensor]:
 
 
 @contextmanager
-def generators_kept(device: torch.device) -> Iterator[None]:
-    """Put the default generators of the host and of ``device`` back after the body."""
+def generators_kept(device: torch.device) -> Iterator[Callable[[], bool]]:
+    """Put the default generators of the host and of ``device`` back after the body; it can ask if they were used."""
     host = torch.default_generator
     kept = [(host, host.get_state())]
     if device.type == "cuda":
         own = torch.cuda.default_generators[device.index]
         kept.append((own, own.get_state()))
+
+    def used() -> list[tuple[torch.Generator, Tensor]]:
+        return [(generator, state) for generator, state in kept if not torch.equal(generator.get_state(), state)]
+
     try:
-        yield
+        yield lambda: bool(used())
     finally:
-        for generator, state in kept:
-            if not torch.equal(generator.get_state(), state):
-                generator.set_state(state)
+        for generator, state in used():
+            generator.set_state(state)
 
 
 @contextmanager

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from graphstep.capture.gradients import Homes
 from graphstep.capture.manifest import Manifest, Watched
 from graphstep.capture.observe import Observation, observe, watch_run
 from graphstep.capture.randomness import HostRandomness
@@ -37,6 +38,8 @@ class GraphSession:
     def __init__(self, device: torch.device | str, *, engine: Engine | None = None) -> None:
         self.engine = engine if engine is not None else engine_for(device)
         self.manifest = Manifest()
+        self.gradient_homes: Homes = {}
+        """Where gradients live that recordings write, by parameter."""
         self._recordings: dict[Recording, Sequence[Tensor]] = {}
         """Each with the tensors that it uses and that must not go before it."""
         self._stats: dict[str, RegionStats] = {}
@@ -156,6 +159,7 @@ class GraphSession:
         self._finalizer()
         self._recordings.clear()
         self.manifest.forget()
+        self.gradient_homes.clear()
 
     def __enter__(self) -> GraphSession:
         self.require_open()

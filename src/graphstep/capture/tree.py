@@ -136,13 +136,19 @@ def _unflatten(structure: Node | Value, supply: Iterator[Tensor]) -> Any:
         pairs = dict(zip(structure.names, children, strict=True))
         if issubclass(kind, collections.defaultdict):
             return kind(None, pairs)  # What a missing key would give belongs to who made the dict.
-        return pairs if kind is dict else kind(pairs)  # type: ignore[call-arg]
+        return _mapping(kind, pairs)
     if issubclass(kind, (list, tuple)):
         return kind(*children) if hasattr(kind, "_fields") else kind(children)
     made = kind() if issubclass(kind, SimpleNamespace) else object.__new__(kind)
     for name, child in zip(structure.names, children, strict=True):
         object.__setattr__(made, name, child)
     return made
+
+
+def _mapping(kind: Any, pairs: dict[Any, Any]) -> Any:
+    if hasattr(kind, "__dataclass_fields__"):
+        return kind(**pairs)  # A dict whose constructor takes its entries by name, as results of models do.
+    return pairs if kind is dict else kind(pairs)
 
 
 def tensor_paths(structure: Node | Value, root: str = "") -> list[str]:

@@ -282,3 +282,12 @@ def layout_guard(tensors: Sequence[Tensor]) -> Callable[..., bool] | None:
     except (TypeError, RuntimeError):
         return None
     return check
+
+
+def node_number(node: Any) -> int | None:
+    """The place of an autograd node in the order in which its thread made them; ``None`` for one that gathers the
+    gradient of a leaf, and where torch does not tell."""
+    number = getattr(node, "_sequence_nr", None)
+    if number is None or hasattr(node, "variable"):
+        return None
+    return int(number())

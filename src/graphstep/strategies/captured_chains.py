@@ -32,7 +32,9 @@ class CapturedChains:
         """Let the regions find new chains."""
         for chain in chains:
             for index, pair in enumerate(chain.pairs):
-                regions[pair.region].links.setdefault(pair.signature, []).append((chain, index))
+                calls = regions[pair.region]
+                pair.owner = calls.current
+                calls.links.setdefault(pair.signature, []).append((chain, index))
                 pair.is_held()  # From now on, more holders than at this moment are callers.
         _count(regions.values(), self._max_signatures)
 
@@ -52,9 +54,9 @@ class CapturedChains:
                 if num_hits >= self._capture_after:
                     chosen.add(variant)  # More in flight than there are graphs for.
                 continue
-            if calls.links and num_hits < self._capture_after * (1 + calls.stats.num_evictions):
+            if calls.is_captured and num_hits < self._capture_after * (1 + calls.stats.num_evictions):
                 continue
-            is_full = len(calls.links) + num_new.get(variant.region, 0) >= self._max_signatures
+            is_full = num_signatures(calls) + num_new.get(variant.region, 0) >= self._max_signatures
             if is_full and not self._evict_for(calls, num_hits, regions):
                 continue
             num_new[variant.region] = num_new.get(variant.region, 0) + 1
@@ -63,12 +65,12 @@ class CapturedChains:
 
     def _evict_for(self, calls: RegionCalls, num_hits: int, regions: Mapping[Region, RegionCalls]) -> bool:
         """Drop the least used signature of a region with all that is chained to it, unless it is used more."""
-        usage = {signature: _num_replays(links) for signature, links in calls.links.items()}
-        if not usage:
+        captured = [links for generation in calls.generations for links in generation.links.values()]
+        if not captured:
             return False
-        least = min(usage, key=lambda signature: usage[signature])
-        chains = [chain for chain, _ in calls.links[least]]
-        if usage[least] >= num_hits or any(pair.num_in_flight for chain in chains for pair in chain.pairs):
+        least = min(captured, key=_num_replays)
+        chains = [chain for chain, _ in least]
+        if _num_replays(least) >= num_hits or any(pair.num_in_flight for chain in chains for pair in chain.pairs):
             return False
         for chain in chains:
             self.drop(chain, regions)
@@ -79,13 +81,19 @@ class CapturedChains:
         """Forget a chain and close its recordings. The gradients stay where they are."""
         for pair in chain.pairs:
             calls = regions[pair.region]
-            links = [link for link in calls.links.get(pair.signature, []) if link[0] is not chain]
-            if links:
-                calls.links[pair.signature] = links
-            else:
-                calls.links.pop(pair.signature, None)
+            for generation in calls.generations:
+                links = [link for link in generation.links.get(pair.signature, []) if link[0] is not chain]
+                if links:
+                    generation.links[pair.signature] = links
+                else:
+                    generation.links.pop(pair.signature, None)
             self._session.release([r for r in (pair.forward, pair.backward) if r is not None], pair.stats)
         _count(regions.values(), self._max_signatures)
+
+
+def num_signatures(calls: RegionCalls) -> int:
+    """How many signatures, each with certain attributes, a region has graphs for."""
+    return sum(len(generation.links) for generation in calls.generations)
 
 
 def _num_replays(links: Sequence[tuple[Chain, int]]) -> int:
@@ -94,6 +102,7 @@ def _num_replays(links: Sequence[tuple[Chain, int]]) -> int:
 
 def _count(calls: Iterable[RegionCalls], max_signatures: int) -> None:
     for each in calls:
-        each.is_full = len(each.links) >= max_signatures
-        each.stats.num_signatures = len(each.links)
-        each.stats.num_slots = max(map(len, each.links.values()), default=0)
+        each.stats.num_signatures = num_signatures(each)
+        each.is_full = each.stats.num_signatures >= max_signatures
+        captured = [links for generation in each.generations for links in generation.links.values()]
+        each.stats.num_slots = max(map(len, captured), default=0)

@@ -88,8 +88,6 @@ class FullCudaGraphWrapper:
         self._warmup_steps = cuda_graph_warmup_steps
         self._max_graphs = max_graphs
         self._iterations: dict[tuple[bool, Signature], _Iteration] = {}
-        self._gradients: dict[int, tuple[Tensor, Tensor]] = {}
-        """Made for parameters that had none: the same for all graphs."""
 
     def forward_backward(
         self, *, data_iterator: Iterator[Any], num_microbatches: int, forward_only: bool = False
@@ -169,7 +167,6 @@ class FullCudaGraphWrapper:
     def close(self) -> None:
         """Close the session and forget the graphs."""
         self._iterations.clear()
-        self._gradients.clear()
         self._session.close()
 
     # ----- keys
@@ -185,7 +182,7 @@ class FullCudaGraphWrapper:
                 return None
             key = (forward_only, self._signature(batches))
             static = StaticInputs(batches, self._session.device)
-            iteration = self._iterations[key] = _Iteration(static, GradientHomes(self._gradients))
+            iteration = self._iterations[key] = _Iteration(static, GradientHomes(self._session.gradient_homes))
             self._stats(forward_only).static_bytes += iteration.static.nbytes
         return iteration
 
@@ -196,7 +193,10 @@ class FullCudaGraphWrapper:
         if iteration.graph is not None:
             self._session.release([iteration.graph.recording], stats)
         iteration.graph, iteration.observation, iteration.num_eager = None, None, 0
-        iteration.homes = GradientHomes(self._gradients)
+        if all(other.graph is None for other in self._iterations.values()):
+            # Nothing writes them any more: gradients may live elsewhere from now on.
+            self._session.gradient_homes.clear()
+        iteration.homes = GradientHomes(self._session.gradient_homes)
 
     # ----- eager
 

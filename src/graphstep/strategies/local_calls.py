@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any, Final, Protocol
 
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 
 from graphstep.capture.attributes import Attributes
 from graphstep.capture.chain_run import Chain, ChainRun, Pending
+from graphstep.capture.graph_pair import GraphPair
 from graphstep.capture.plan import PlanObserver
 from graphstep.capture.reasons import EagerReason
 from graphstep.capture.region import Region
@@ -19,7 +21,7 @@ from graphstep.capture.signature import Signature, ambient_key
 from graphstep.capture.tree import flatten
 from graphstep.config import MismatchPolicy
 from graphstep.engine import torch_private
-from graphstep.errors import InputMismatchError
+from graphstep.errors import CaptureError, InputMismatchError
 from graphstep.strategies.local_observed import ObservedCalls
 
 _training_of: Final = attrgetter("training")
@@ -30,6 +32,7 @@ _OBSERVED: Final = frozenset(
         EagerReason.MORE_IN_FLIGHT,
         EagerReason.OUT_OF_ORDER,
         EagerReason.TOO_MANY_SIGNATURES,
+        EagerReason.CHANGED_ATTRIBUTE,
     }
 )
 """Reasons that a further capture can remove."""
@@ -42,6 +45,7 @@ class Host(Protocol):
     on_mismatch: MismatchPolicy
     device_type: str
     is_debugging: bool
+    is_required: bool
 
     @property
     def is_capturing(self) -> bool:
@@ -60,6 +64,16 @@ class Host(Protocol):
         """Refuse to go on if something moved."""
 
 
+@dataclass(slots=True, eq=False)
+class Generation:
+    """What was captured of a region while the attributes of its modules had certain values."""
+
+    attributes: Attributes
+    links: dict[Signature, list[tuple[Chain, int]]] = field(default_factory=dict)
+    is_settled: bool = False
+    """Attributes that the region sets itself are left out."""
+
+
 class RegionCalls:
     """The calls of one region: observed, replayed, or eager with a counted reason."""
 
@@ -70,8 +84,10 @@ class RegionCalls:
         self.stats = stats
         self.pending: Pending | None = None
         """Of a run that expects this region to be called next."""
-        self.links: dict[Signature, list[tuple[Chain, int]]] = {}
-        """For each captured signature, its chains, one a slot, and the place of this region in them."""
+        self.generations: list[Generation] = []
+        """What was captured, by the values that attributes had then."""
+        self.current: Generation | None = None
+        """The one that is as things are now."""
         self.why_not: EagerReason = EagerReason.NOT_CAPTURED_YET
         """Why nothing is captured."""
         self.is_full = False
@@ -80,32 +96,53 @@ class RegionCalls:
         self._host = host
         self._device_type = host.device_type
         self._is_debugging = host.is_debugging
-        """Every replay is checked then, and so begins a run of its own."""
-        self.attributes: Attributes | None = None
         self._changed = ""
         self._mismatched: Signature | None = None
 
-    def note_attributes(self) -> None:
-        """Before a capture: note what Python reads besides tensors."""
-        # Hooks of the layer itself run around it; those of parameters run whoever computes the gradient.
-        self.attributes = Attributes(self._modules, hooks_of=self._modules[1:])
+    @property
+    def links(self) -> dict[Signature, list[tuple[Chain, int]]]:
+        """For each signature captured as things are now: its chains, one a slot, and the place of this region there."""
+        return self.current.links if self.current is not None else {}
+
+    @property
+    def is_captured(self) -> bool:
+        """True if there are graphs for anything."""
+        return any(generation.links for generation in self.generations)
+
+    def note_attributes(self) -> Attributes:
+        """Before a capture: note what Python reads besides tensors, unless it is as at an earlier one."""
+        if self.current is None:
+            # Hooks of the layer itself run around it; those of parameters run whoever computes the gradient.
+            self.current = Generation(Attributes(self._modules, hooks_of=self._modules[1:]))
+            self.generations.append(self.current)
+        return self.current.attributes
 
     def captured(self) -> None:
-        """After a capture: leave out attributes that the region sets itself."""
-        if self.attributes is not None:
-            self.attributes.ignore_changed()
+        """After a capture: leave out attributes that the region sets itself, and generations without graphs."""
+        if self.current is not None and not self.current.is_settled:
+            self.current.attributes.ignore_changed()
+            self.current.is_settled = True
+        self.generations = [each for each in self.generations if each.links]
+        if self.current is not None and not self.current.links:
+            self.current = None
 
     def forget(self, reason: EagerReason) -> None:
         """Let go of all pairs and run eagerly."""
         if self.pending is not None:
             self.pending.drop()
-        self.links, self.why_not = {}, reason
+        self.generations, self.current, self.why_not = [], None, reason
 
     def check_attributes(self) -> bool:
-        """Look whether the attributes of the modules are as captured; true if one is not."""
-        changed = self.attributes.changed() if self.attributes is not None and self.links else []
-        self._changed = changed[0] if changed else ""
-        return bool(changed)
+        """Find the graphs that were captured with attributes as they are now; true if there are none."""
+        if not self.generations:
+            return False
+        if self.current is not None and not self.current.attributes.changed():
+            return False
+        changed = self.generations[-1].attributes.changed()
+        fitting = [each for each in self.generations if not each.attributes.changed()]
+        self.current = fitting[-1] if fitting else None
+        self._changed = changed[0] if changed and not fitting else ""
+        return not fitting
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
         """Run the region on its arguments."""
@@ -116,8 +153,12 @@ class RegionCalls:
                 pending.matches(arguments, named)
                 and pending.ambient == ambient_key(self._device_type)
                 and tuple(map(_training_of, self.region.modules)) == pending.training
-                and not (self._changed or self._is_debugging or torch_private.saved_tensors_are_taken())
+                and pending.pair.owner is self.current
+                and not pending.pair.has_new_hook()
+                and not torch_private.saved_tensors_are_taken()
             ):
+                if self._is_debugging:
+                    self._host.verify()
                 return pending.advance()
             pending.drop()
         return self._start(arguments, named)
@@ -127,6 +168,14 @@ class RegionCalls:
         if host.is_capturing:
             return self.region.function(*arguments, **named)
         reason = _never_replayed()
+        if reason is EagerReason.RECOMPUTE and host.is_required:
+            raise CaptureError(
+                "this region is called in activation recompute (torch.utils.checkpoint) or under other hooks on saved "
+                "tensors: they work on what autograd saves, and a replay saves nothing",
+                where=self.region.name,
+                fix="put the checkpoint inside the region or use its reentrant form, or let such calls run eagerly: "
+                "--cuda-graph-policy auto",
+            )
         if reason is not None:
             return self._eager(reason, arguments, named)
         host.before_call()
@@ -137,15 +186,13 @@ class RegionCalls:
         links = self.links.get(signature)
         if links is None:
             reason = self._why_no_signature(signature)
-        elif self._changed:
-            reason = EagerReason.CHANGED_ATTRIBUTE
-            self.stats.last_detail = self._changed
         else:
             reason = None
             for chain, index in links if len(links) == 1 else _nearest_first(links, tensors):
                 found = _why_not(chain, index, tensors)
                 if found is None:
-                    run = ChainRun(chain, index, host.run_opened())
+                    check = host.verify if self._is_debugging else None
+                    run = ChainRun(chain, index, host.run_opened(), check)
                     return run.start(tensors, arguments, named, signature.ambient.key)
                 reason = reason or found
         assert reason is not None
@@ -155,6 +202,9 @@ class RegionCalls:
         return self._eager(reason, arguments, named)
 
     def _why_no_signature(self, signature: Signature) -> EagerReason:
+        if self._changed and self.is_captured:
+            self.stats.last_detail = self._changed
+            return EagerReason.CHANGED_ATTRIBUTE
         if not self.links:
             return self.why_not
         nearest = min(self.links, key=lambda captured: len(captured.differences(signature)))
@@ -223,6 +273,11 @@ def _why_not(chain: Chain, index: int, tensors: Sequence[Tensor]) -> EagerReason
         reason = EagerReason.RESULT_HELD
     elif any(each.has_new_hook() for each in graph):
         reason = EagerReason.NEW_HOOK
+    elif len(graph) > 1 and not all(
+        each.owner is getattr(calls, "current", each.owner) and _has_flags(each)
+        for each, calls in zip(graph, chain.receivers[index:], strict=False)
+    ):
+        reason = EagerReason.OUT_OF_ORDER
     elif pair.overwrites_what_is_in_use(tensors) or (
         shares and any(before.num_in_flight for before in chain.pairs[:index])
     ):
@@ -230,6 +285,10 @@ def _why_not(chain: Chain, index: int, tensors: Sequence[Tensor]) -> EagerReason
     else:
         return None
     return reason
+
+
+def _has_flags(pair: GraphPair) -> bool:
+    return tuple(map(_training_of, pair.region.modules)) == pair.signature.training
 
 
 def _nearest_first(links: Sequence[tuple[Chain, int]], tensors: Sequence[Tensor]) -> Sequence[tuple[Chain, int]]:

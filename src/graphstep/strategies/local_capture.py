@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from graphstep.capture.attributes import Attributes
 from graphstep.capture.chain_run import Chain, Handover, Receiver
 from graphstep.capture.garbage import collected_once
 from graphstep.capture.graph_pair import GraphPair, capture_backwards, capture_forwards, static_like
@@ -44,6 +45,8 @@ class Order:
     session: GraphSession
     lanes: Lanes
     receivers: Mapping[Region, Receiver]
+    attributes: Mapping[Region, Attributes] = field(default_factory=dict)
+    """What Python reads in each region, as it was before."""
     num_warmup_runs: int = 3
     """Eager runs of each region before its capture."""
     merge: int = 1
@@ -235,14 +238,35 @@ class _Capturing:
             else:
                 pair.warm_up(order.num_warmup_runs)
                 self.warm[variant] = pair
+                self._refuse_counting(variant.region)
         return pair
 
+    def _refuse_counting(self, region: Region) -> None:
+        attributes = self.order.attributes.get(region)
+        counted = attributes.counted() if attributes is not None else []
+        if counted:
+            raise CaptureError(
+                f"each run changes {', '.join(counted)}; a replay runs no Python, and would go on with one value",
+                where=region.name,
+                fix="keep it in a buffer and update that in place, or change it outside of the captured module",
+            )
+
     def _forward(self, segment: list[Key]) -> None:
-        pairs = [self._make(key) for key in segment]
+        pairs = [self.pairs.get(key) or self._make(key) for key in segment]
+        self._cut(segment, pairs)
         with _flags_of(*(variant for variant, _ in segment)):
             capture_forwards(pairs)
         for pair in pairs:
             pair.forward_position = self.order.lanes.tick()
+
+    def _cut(self, segment: list[Key], pairs: list[GraphPair]) -> None:
+        """Leave out, from the first one on, those that may not run before they are called."""
+        for index in range(1, len(segment)):
+            if not pairs[index].is_pure:
+                rest = segment[index:]
+                del segment[index:], pairs[index:]
+                self.segments.update(dict.fromkeys(rest, rest))
+                return
 
     def _backward(self, segment: list[Key]) -> None:
         pairs = [self.pairs[key] for key in segment]

@@ -127,7 +127,11 @@ def graphed_modules(model: nn.Module, regions: Mapping[str, str], make_calls: Ma
     chosen: dict[int, tuple[nn.Module, str]] = {}
     problems: list[Problem] = []
     for pattern, kind in regions.items():
-        matching = [module for module in model.modules() if _matches(paths[id(module)], pattern)]
+        matching = [
+            module
+            for module in model.modules()
+            if _matches(paths[id(module)], pattern) and type(module).forward is not nn.Module.forward
+        ]
         if not matching:
             problems.append(_no_match(model, pattern))
         for module in matching:
@@ -153,7 +157,7 @@ def graphed_modules(model: nn.Module, regions: Mapping[str, str], make_calls: Ma
 
 def _matches(path: str, pattern: str) -> bool:
     steps, wanted = path.split("."), pattern.split(".")
-    return len(steps) == len(wanted) and all(map(fnmatchcase, steps, wanted))
+    return bool(path) == bool(pattern) and len(steps) == len(wanted) and all(map(fnmatchcase, steps, wanted))
 
 
 def _no_match(model: nn.Module, pattern: str) -> Problem:
@@ -161,7 +165,7 @@ def _no_match(model: nn.Module, pattern: str) -> Problem:
     near = [path for path in known if path.split(".")[-1] == pattern.rsplit(".", maxsplit=1)[-1]] or known
     return Problem(
         "region-not-found",
-        f"no module of {type(model).__name__} matches {pattern!r}",
+        f"no module of {type(model).__name__} that has a forward matches {pattern!r}",
         "regions",
         f"name paths of modules, such as {', '.join(near[:4])}",
     )

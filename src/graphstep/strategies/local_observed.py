@@ -107,7 +107,8 @@ class ObservedCall:
 class _SoleUse:
     """Finds out in the backward whether results are used by one call alone, which gets aliases of them.
 
-    If the gradient of a result is the very tensor that came for its alias, nothing was added to it on the way.
+    If the gradient of a result is the very tensor that came for its alias, nothing was added to it on the way. A result
+    that somebody still holds by then may get a hook or another use: it does not count as such.
     """
 
     def __init__(self, before: Key, call: ObservedCall, handover: Handover, found: dict[Key, Handover]) -> None:
@@ -130,9 +131,11 @@ class _SoleUse:
             return tensor
         self._num_waiting += 1
         addresses: list[int] = []
-        alias = tensor.view_as(tensor)
+        # Not a view: that would keep the result alive.
+        alias: Tensor = torch.ops.aten._unsafe_view(tensor, tensor.shape)
         alias.register_hook(lambda gradient: addresses.append(gradient.data_ptr()))
-        tensor.register_hook(lambda gradient: self._arrived(addresses == [gradient.data_ptr()]))
+        this = weakref.ref(tensor)
+        tensor.register_hook(lambda gradient: self._arrived(addresses == [gradient.data_ptr()] and this() is None))
         return alias
 
     def _arrived(self, is_sole: bool) -> None:

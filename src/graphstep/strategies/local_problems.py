@@ -6,9 +6,19 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from graphstep.config import CudaGraphModule
+from graphstep.config import CudaGraphImpl, CudaGraphModule
 from graphstep.errors import Problem
 from graphstep.models.segments import SegmentedModule
+
+
+def other_strategy(impl: CudaGraphImpl) -> Problem:
+    """A configuration of another strategy was given to what modules own."""
+    return Problem(
+        code="impl-not-local",
+        what=f"the graphs of a model's modules are those of impl='local', got {impl.value!r}",
+        where="CudaGraphConfig.impl",
+        fix="use impl='local' here, or build_strategy for the others",
+    )
 
 
 def nothing_to_capture(model: nn.Module, modules: Sequence[CudaGraphModule]) -> Problem:

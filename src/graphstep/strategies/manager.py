@@ -28,7 +28,7 @@ from graphstep.strategies.local_calls import RegionCalls
 from graphstep.strategies.local_capture import Order, RegionFailedError, capture_chains, gradients_through_autograd
 from graphstep.strategies.local_layers import GraphedModule, Named, graphed_layers, graphed_modules
 from graphstep.strategies.local_observed import ObservedCalls
-from graphstep.strategies.local_problems import nothing_to_capture
+from graphstep.strategies.local_problems import nothing_to_capture, other_strategy
 
 
 class CudaGraphManager:
@@ -48,7 +48,8 @@ class CudaGraphManager:
 
     Args:
         model: the whole model as the loop calls it, wrappers such as DistributedDataParallel included.
-        config: what to capture and how; ``impl`` must be ``local``. By default whole layers.
+        config: what to capture and how; ``impl`` is ``local``, or ``none`` for nothing. By default whole
+            layers.
         regions: for modules that do not declare segments: path pattern to kind, ``{"layers.*": "layer"}``. A ``*``
             matches within one step of a path. The whole forward of each matching module is captured: tensors in any
             nesting, all other arguments part of the signature. Modules with segments are then captured by this only.
@@ -70,10 +71,13 @@ class CudaGraphManager:
         is_automatic: bool = True,
     ) -> None:
         self._config = config if config is not None else CudaGraphConfig(impl=CudaGraphImpl.local)
+        if self._config.impl not in {CudaGraphImpl.local, CudaGraphImpl.none}:
+            raise ConfigError(other_strategy(self._config.impl))
         self.session = session if session is not None else GraphSession(_device_of(model))
         self.device_type = self.session.device.type
         self.on_mismatch: MismatchPolicy = self._config.on_mismatch
         self.is_debugging = self._config.debug
+        self.is_required = self._config.policy is CapturePolicy.required
         self.is_capturing = False
         self.observer: PlanObserver | None = PlanObserver()
         self.observed = ObservedCalls()
@@ -93,14 +97,14 @@ class CudaGraphManager:
         self._regions = {calls.region: calls for module in self._modules for calls in module.regions}
 
     def _find(self, regions: Mapping[str, str] | None) -> tuple[GraphedModule, ...]:
-        if self._config.policy is CapturePolicy.off:
+        if self._config.policy is CapturePolicy.off or self._config.impl is CudaGraphImpl.none:
             return ()
         if regions:
             return graphed_modules(self._model, regions, self._make_calls)
         found = graphed_layers(self._model, frozenset(self._config.modules), self._make_calls)
         if not found:
             problem = nothing_to_capture(self._model, self._config.modules)
-            if self._config.policy is CapturePolicy.required:
+            if self.is_required:
                 raise ConfigError(problem)
             warnings.warn(f"nothing is captured: {problem.what}. {problem.fix}", UserWarning, stacklevel=4)
         return found
@@ -127,8 +131,7 @@ class CudaGraphManager:
             return
         self.verify()
         if not self._look.holds() or self._has_changes:
-            changed = [calls.check_attributes() for calls in self._regions.values()]
-            self._has_changes = any(changed)
+            self._check_attributes()
 
     def observed_call(self) -> PlanObserver | None:
         """The one who is told of a call that runs eagerly, if anybody is."""
@@ -167,6 +170,7 @@ class CudaGraphManager:
         self._boundary.clear()
         if observer is None or not observer.plan.trained():
             return
+        self._check_attributes()
         handovers = dict(self.observed.handovers)
         self.observed.forget()
         # Inputs seen from now on are captured too where that is wanted; else nothing more is observed.
@@ -184,7 +188,7 @@ class CudaGraphManager:
                 plan = plan.only({variant for variant, _ in plan.calls if variant.region is not error.region})
         for calls in self._regions.values():
             if (
-                not calls.links
+                not calls.is_captured
                 and calls.stats.eager_calls[EagerReason.OBSERVED]
                 and calls.why_not is EagerReason.NOT_CAPTURED_YET
             ):
@@ -192,7 +196,7 @@ class CudaGraphManager:
 
     def _give_up(self, calls: RegionCalls, error: CaptureError) -> None:
         """Leave a region out, or stop: nothing is captured then, and nothing is tried again."""
-        if self._config.policy is CapturePolicy.required:
+        if self.is_required:
             self.observer = None
             raise error
         calls.forget(EagerReason.CAPTURE_FAILED)
@@ -202,8 +206,7 @@ class CudaGraphManager:
     def _capture(self, plan: Plan, handovers: Mapping[Key, Handover]) -> None:
         self.verify()  # What moved since an earlier capture must not be taken for what that one has seen.
         regions = {variant.region for variant, _ in plan.calls}
-        for region in regions:
-            self._regions[region].note_attributes()
+        attributes = {region: self._regions[region].note_attributes() for region in regions}
         watched = self.session.watch([("", self._model)])
         self.is_capturing = True
         try:
@@ -215,12 +218,17 @@ class CudaGraphManager:
                         session=self.session,
                         lanes=self._lanes,
                         receivers=self._regions,
+                        attributes=attributes,
                         num_warmup_runs=self._config.warmup_steps,
                         merge=self._config.merge_layers,
                         through_autograd=gradients_through_autograd(self._model, list(self._regions), plan),
                         poisons=self._config.debug,
                     )
                 )
+        except BaseException:
+            for region in regions:
+                self._regions[region].captured()
+            raise
         finally:
             self.is_capturing = False
             replaced = watched.put_back()
@@ -239,7 +247,16 @@ class CudaGraphManager:
             self._hits.pop((variant.region, variant.signature), None)
         for region in regions:
             self._regions[region].captured()
-        self._look = FastLook(calls.attributes for calls in self._regions.values() if calls.attributes is not None)
+        self._look_anew()
+
+    def _check_attributes(self) -> None:
+        """Have each region find the graphs that were captured with attributes as they are now."""
+        changed = [calls.check_attributes() for calls in self._regions.values()]
+        self._has_changes = any(changed)
+        self._look_anew()
+
+    def _look_anew(self) -> None:
+        self._look = FastLook(calls.current.attributes for calls in self._regions.values() if calls.current is not None)
 
     def _release(self, chains: list[Chain]) -> None:
         for chain in chains:

@@ -10,7 +10,7 @@ from tests.capture.chains import Layers, Model, straight
 from tests.capture.pairs import backward_half, call, captured, forward_pair
 from torch import Tensor, nn
 
-from graphstep.capture.poison import SavedTensors, poison
+from graphstep.capture.saved_tensors import SavedTensors, poison
 from graphstep.capture.session import GraphSession
 
 
@@ -45,7 +45,7 @@ def test_autograd_has_no_say(device: torch.device) -> None:
 def test_what_the_body_made_and_saved_is_overwritten(device: torch.device) -> None:
     weight = torch.ones(3, 3, device=device, requires_grad=True)
     x, saved = torch.ones(3, device=device), SavedTensors()
-    with saved.noted(True):
+    with saved.noted():
         inner = (x @ weight).exp()
         view = inner[:2]
         result = (view * view).tanh()
@@ -59,7 +59,7 @@ def test_what_the_body_made_and_saved_is_overwritten(device: torch.device) -> No
 def test_views_of_what_was_there_before_are_left_alone(device: torch.device) -> None:
     weight = torch.ones(3, 3, device=device, requires_grad=True)
     x, saved = torch.ones(2, 3, device=device, requires_grad=True), SavedTensors()
-    with saved.noted(True):
+    with saved.noted():
         torch.nn.functional.linear(x.view(2, 3), weight.t().t()).sum()
     saved.poison(keep=[])
     assert not weight.isnan().any()
@@ -68,23 +68,15 @@ def test_views_of_what_was_there_before_are_left_alone(device: torch.device) -> 
 
 def test_memory_is_kept_whatever_view_of_it_is_named(device: torch.device) -> None:
     x, saved = torch.ones(4, device=device, requires_grad=True), SavedTensors()
-    with saved.noted(True):
+    with saved.noted():
         inner = x.exp()
     saved.poison(keep=[inner[2:].detach()])
     assert not inner.isnan().any()
 
 
-def test_nothing_is_noted_where_it_is_not_wanted(device: torch.device) -> None:
-    x, saved = torch.ones(4, device=device, requires_grad=True), SavedTensors()
-    with saved.noted(False):
-        inner = x.exp()
-    saved.poison(keep=[])
-    assert not inner.isnan().any()
-
-
 def test_what_was_noted_is_overwritten_once_and_let_go(device: torch.device) -> None:
     x, saved = torch.ones(4, device=device, requires_grad=True), SavedTensors()
-    with saved.noted(True):
+    with saved.noted():
         inner = x.exp()
     saved.poison(keep=[])
     with torch.no_grad():
@@ -95,7 +87,7 @@ def test_what_was_noted_is_overwritten_once_and_let_go(device: torch.device) -> 
 
 def test_gradients_pass_as_ever(device: torch.device) -> None:
     x, saved = torch.ones(4, device=device, requires_grad=True), SavedTensors()
-    with saved.noted(True):
+    with saved.noted():
         result = x.exp().sin()
     (gradient,) = torch.autograd.grad(result.sum(), x)
     (expected,) = torch.autograd.grad(x.exp().sin().sum(), x)
@@ -154,7 +146,6 @@ def test_an_alias_that_nobody_knows_of_shows_it(session: GraphSession, device: t
     assert torch.equal(call(pair, x), x * 2)
 
 
-@pytest.mark.xfail(reason="the poison of dead results does not ask whether they are memory of the model")
 @pytest.mark.parametrize("of", ["parameter", "buffer"])
 def test_a_result_that_is_memory_of_the_model_stays(session: GraphSession, device: torch.device, of: str) -> None:
     norm = nn.BatchNorm1d(3).to(device).eval()
