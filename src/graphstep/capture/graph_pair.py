@@ -116,6 +116,8 @@ class GraphPair:
         self._holders: torch_private.HolderCount | None = None
         self._num_holders: list[int] = []
         self._observation = Observation()
+        self._known: set[int] = set()
+        """Storages with an owner who is asked elsewhere."""
         self._aliases = ParameterAliases(region.modules)
         self._saved = SavedTensors()
 
@@ -164,10 +166,14 @@ class GraphPair:
         with self._aliases.installed():
             observation = self.session.observe(both_halves, num_runs=max(1, num_runs))
         self._learn(trained, observation)
+        state = [dict_ for module in self.region.modules for dict_ in (module._parameters, module._buffers)]
+        known = [*inputs, *(tensor for dict_ in state for tensor in dict_.values() if tensor is not None)]
+        self._known = set(map(torch_private.storage_key, known))
 
     def warm_up_as(self, other: GraphPair) -> None:
         """Take over what the warmup of another pair of the same variant has found."""
         self._learn([*other._parameters, *other.exposed], other._observation)
+        self._known = other._known
 
     def _learn(self, trained: Sequence[Tensor], observation: Observation) -> None:
         self._observation = observation
@@ -280,6 +286,17 @@ class GraphPair:
     def result_of(self, outputs: Sequence[Tensor]) -> Any:
         """The region's result with these tensors in it."""
         return tuple(outputs) if self._returns_plain_tuple else unflatten(self.result_structure, outputs)
+
+    def lost_tensors(self) -> list[str]:
+        """Tensors that the recordings read and whose owner has let go of them, in words; for debugging.
+
+        Their memory is still there, with the values of the capture; the region would read something else now.
+        """
+        found = []
+        for tensor, source in zip(self._observation.externals, self._observation.sources, strict=True):
+            if source() is None and torch_private.storage_key(tensor) not in self._known:
+                found.append(f"a tensor of shape {tuple(tensor.shape)} and {tensor.dtype}, read by {self.region.name}")
+        return found
 
     def has_new_hook(self) -> bool:
         """True if a parameter got a hook on its gradient, which the recording would not run."""
@@ -461,6 +478,7 @@ def _together(pairs: Sequence[GraphPair]) -> Observation:
     for pair in pairs:
         found.generators += [g for g in pair._observation.generators if g not in found.generators]
         found.externals += pair._observation.externals
+        found.sources += pair._observation.sources
     return found
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -30,6 +31,8 @@ class Observation:
     """Generators given to random operations by name."""
     externals: list[Tensor] = field(default_factory=list)
     """One alias over each storage that existed before and was used."""
+    sources: list[weakref.ref[Tensor]] = field(default_factory=list)
+    """For each of those, the tensor that was used first, as long as its owner keeps it."""
     is_pure: bool = False
     """It wrote into nothing that existed before, and drew no random numbers."""
 
@@ -68,7 +71,7 @@ def observe(function: Callable[[], Any], engine: Engine, *, num_runs: int = 1) -
             watcher.restore_generators()
             log.restore()
             host.restore()
-    return Observation(leaves, watcher.generators, watcher.externals, is_pure)
+    return Observation(leaves, watcher.generators, watcher.externals, watcher.sources, is_pure)
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -69,6 +70,7 @@ class WriteObserver(torch_private.DispatchMode):
         self._table = table
         self._created: dict[int, torch_private.WeakStorage] = {}
         self._external: dict[int, Tensor] = {}
+        self._first_seen: dict[int, weakref.ref[Tensor]] = {}
         self._gradients: dict[int, tuple[Tensor, Tensor | None]] = {}
         self._generator_states: dict[int, tuple[torch.Generator, Tensor]] = {}
 
@@ -86,6 +88,11 @@ class WriteObserver(torch_private.DispatchMode):
     def externals(self) -> list[Tensor]:
         """One alias over each storage that existed before and was used."""
         return list(self._external.values())
+
+    @property
+    def sources(self) -> list[weakref.ref[Tensor]]:
+        """For each of :attr:`externals`, the tensor that was used first, as long as others keep it."""
+        return list(self._first_seen.values())
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -126,6 +133,7 @@ class WriteObserver(torch_private.DispatchMode):
                 given.add(key)
                 if key not in self._created and key not in self._external:
                     self._external[key] = tensor.detach()
+                    self._first_seen[key] = weakref.ref(tensor)
                 if tensor.requires_grad and tensor.is_leaf and id(tensor) not in self._gradients:
                     self._gradients[id(tensor)] = (tensor, tensor.grad)
         return given

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
@@ -97,6 +98,7 @@ class RegionCalls:
         self._device_type = host.device_type
         self._is_debugging = host.is_debugging
         self._changed = ""
+        self._has_warned = False
         self._mismatched: Signature | None = None
 
     @property
@@ -108,6 +110,11 @@ class RegionCalls:
     def is_captured(self) -> bool:
         """True if there are graphs for anything."""
         return any(generation.links for generation in self.generations)
+
+    def pairs(self) -> list[GraphPair]:
+        """All pairs of this region."""
+        captured = (links for generation in self.generations for links in generation.links.values())
+        return [chain.pairs[index] for links in captured for chain, index in links]
 
     def note_attributes(self) -> Attributes:
         """Before a capture: note what Python reads besides tensors, unless it is as at an earlier one."""
@@ -168,14 +175,8 @@ class RegionCalls:
         if host.is_capturing:
             return self.region.function(*arguments, **named)
         reason = _never_replayed()
-        if reason is EagerReason.RECOMPUTE and host.is_required:
-            raise CaptureError(
-                "this region is called in activation recompute (torch.utils.checkpoint) or under other hooks on saved "
-                "tensors: they work on what autograd saves, and a replay saves nothing",
-                where=self.region.name,
-                fix="put the checkpoint inside the region or use its reentrant form, or let such calls run eagerly: "
-                "--cuda-graph-policy auto",
-            )
+        if reason is EagerReason.RECOMPUTE and not self._has_warned:
+            self._refuse_recompute()
         if reason is not None:
             return self._eager(reason, arguments, named)
         host.before_call()
@@ -200,6 +201,19 @@ class RegionCalls:
         if observer is not None:
             return self._observed(observer, reason, signature, tensors, arguments, named)
         return self._eager(reason, arguments, named)
+
+    def _refuse_recompute(self) -> None:
+        error = CaptureError(
+            "this region is called in activation recompute (torch.utils.checkpoint) or under other hooks on saved "
+            "tensors: they work on what autograd saves, and a replay saves nothing",
+            where=self.region.name,
+            fix="put the checkpoint inside the region or use its reentrant form, or let such calls run eagerly: "
+            "--cuda-graph-policy auto",
+        )
+        if self._host.is_required:
+            raise error
+        self._has_warned = True
+        warnings.warn(f"{self.region.name} runs eagerly: {error}", UserWarning, stacklevel=4)
 
     def _why_no_signature(self, signature: Signature) -> EagerReason:
         if self._changed and self.is_captured:

@@ -21,7 +21,7 @@ from graphstep.capture.report import CaptureReport
 from graphstep.capture.session import GraphSession
 from graphstep.capture.signature import Signature
 from graphstep.config import CapturePolicy, CudaGraphConfig, CudaGraphImpl, MismatchPolicy
-from graphstep.errors import CaptureError, ConfigError
+from graphstep.errors import CaptureError, ConfigError, StaleAddressError
 from graphstep.strategies.boundary import StepBoundary
 from graphstep.strategies.captured_chains import CapturedChains
 from graphstep.strategies.local_calls import RegionCalls
@@ -140,9 +140,18 @@ class CudaGraphManager:
         return self.observer
 
     def verify(self) -> None:
-        """Refuse to go on if a parameter or buffer has moved or was replaced."""
-        if self._watched is not None:
-            verify(self._watched, "before a replay")
+        """Refuse to go on if a parameter or buffer has moved or was replaced; in debug mode, if a tensor is gone."""
+        if self._watched is None:
+            return
+        verify(self._watched, "before a replay")
+        pairs = {pair for calls in self._regions.values() for pair in calls.pairs()} if self.is_debugging else ()
+        lost = [text for pair in pairs for text in pair.lost_tensors()]
+        if lost:
+            raise StaleAddressError(
+                f"graphs read {'; '.join(lost)}, and it is gone",
+                where="before a replay",
+                fix="register it as a buffer of the module that reads it, and write new values into it",
+            )
 
     def run_opened(self) -> Callable[[], None]:
         """A run is in flight from now on; call what is returned when it is over."""
