@@ -8,9 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from graphstep.capture.chain_run import Chain, ChainRun, Handover, Pending
+from graphstep.capture.chain import Chain, Handover
+from graphstep.capture.chain_run import ChainRun
 from graphstep.capture.graph_pair import GraphPair, capture_backwards, capture_forwards
 from graphstep.capture.lanes import Lane
+from graphstep.capture.pending import Pending
 from graphstep.capture.region import Region
 from graphstep.capture.session import GraphSession
 from graphstep.capture.signature import Signature, ambient_key

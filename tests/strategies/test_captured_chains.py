@@ -10,7 +10,7 @@ import torch
 from tests.capture.pairs import captured, chain_of, linked
 from torch import Tensor
 
-from graphstep.capture.chain_run import Chain
+from graphstep.capture.chain import Chain
 from graphstep.capture.garbage import collected_once
 from graphstep.capture.plan import PlanObserver, Variant
 from graphstep.capture.region import Region

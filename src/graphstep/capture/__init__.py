@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from graphstep.capture.chain_run import Chain, ChainRun
+from graphstep.capture.chain import Chain
+from graphstep.capture.chain_run import ChainRun
 from graphstep.capture.graph_pair import GraphPair
 from graphstep.capture.lanes import Lane
 from graphstep.capture.manifest import Manifest

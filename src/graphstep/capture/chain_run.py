@@ -7,88 +7,20 @@ right.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from graphstep.capture.gradients import GradientHomes, QuickLook
+from graphstep.capture.chain import Chain
 from graphstep.capture.graph_pair import GraphPair
-from graphstep.capture.lanes import Lane, Span
+from graphstep.capture.lanes import Span
+from graphstep.capture.merged_backward import by_graph, hand_over, is_partial, recomputed
+from graphstep.capture.pending import Pending
 from graphstep.engine import torch_private
 from graphstep.errors import LifecycleError
-
-Place = int | str
-"""An argument of a call: its position or its keyword."""
-Handover = tuple[tuple[Place, int], ...]
-"""Which arguments of a call are which outputs of the call before."""
-
-
-class Receiver(Protocol):
-    """Where a region is called: finds there what to do at the next call."""
-
-    pending: Pending | None
-
-
-@dataclass(slots=True, eq=False)
-class Chain:
-    """Pairs of one slot, each of which takes the results of the one before.
-
-    All other arguments are the same objects for all of them, and their static copies are shared.
-    """
-
-    pairs: tuple[GraphPair, ...]
-    receivers: tuple[Receiver, ...]
-    slot: int
-    lane: Lane
-    handover: Handover
-    """The same between all of them."""
-    anchor: Tensor
-    """A leaf of every run, so that there is a backward at all, and to see which kind of pass it is."""
-
-    @property
-    def shares_copies(self) -> bool:
-        """True if a copied argument is read by several pairs."""
-        first = self.pairs[0]
-        num_static = len(first.inputs) - len(first.in_place) - len(self.handover)
-        return len(self.pairs) > 1 and num_static > 0
-
-    _look: QuickLook | None = None
-
-    def settle(self, pairs: Sequence[GraphPair]) -> None:
-        """Before backward halves of these: see that gradients are where they were captured.
-
-        Raises:
-            StaleAddressError: one has moved.
-        """
-        if len(pairs) == len(self.pairs):
-            if self._look is None:
-                self._look = GradientHomes.look_at_all(pair.homes for pair in self.pairs)
-            self._look.settle()
-            return
-        for pair in pairs:
-            pair.homes.settle()
-
-    def graph_at(self, index: int) -> tuple[GraphPair, ...]:
-        """The pairs whose forward halves are launched together with that of ``index``, itself first."""
-        stop = index + 1
-        while stop < len(self.pairs) and self.pairs[stop].forward is None:
-            stop += 1
-        return self.pairs[index:stop]
-
-    def limit(self, first: int) -> int:
-        """Up to which pair, not included, a run that begins at ``first`` may go."""
-        stop = first + len(self.graph_at(first))
-        while stop < len(self.pairs):
-            graph = self.graph_at(stop)
-            if any(pair.num_in_flight or pair.is_held() for pair in graph):
-                break
-            stop += len(graph)
-        return stop
 
 
 class ChainRun:
@@ -221,10 +153,10 @@ class ChainRun:
             self._check(index, pair)
             given.append(list(gradients[position : position + len(pair.outputs)]))
             position += len(pair.outputs)
-        graphs = _by_graph(pairs)
+        graphs = by_graph(pairs)
         slices = [given[pairs.index(graph[0]) : pairs.index(graph[-1]) + 1] for graph in graphs]
         for graph, found in zip(graphs, slices, strict=True):
-            if _is_partial(graph, found) and not all(pair.is_pure for pair in graph):
+            if is_partial(graph, found) and not all(pair.is_pure for pair in graph):
                 raise LifecycleError(
                     "a result inside a graph of several layers was used by itself, and they cannot be computed again",
                     where=graph[-1].region.name,
@@ -236,10 +168,10 @@ class ChainRun:
         incoming: list[Tensor | None] = []
         for index in reversed(range(len(graphs))):
             graph, found = graphs[index], slices[index]
-            if _is_partial(graph, found):
-                incoming = _recomputed(graph, found, is_chained=is_chained)
+            if is_partial(graph, found):
+                incoming = recomputed(graph, found, is_chained=is_chained)
                 if index:
-                    _hand_over(incoming, graph[0], slices[index - 1][-1])
+                    hand_over(incoming, graph[0], slices[index - 1][-1])
                 is_chained = False
                 continue
             graph[-1].load_output_gradients(found[-1], is_chained=is_chained)
@@ -286,149 +218,6 @@ class ChainRun:
 
     def __del__(self) -> None:
         self.close()
-
-
-class Pending:
-    """What the next call of a run has to look like, and the results for it and those after it.
-
-    It lives where that call is expected. It goes when the call comes, or when the tensor that the call would be given
-    is gone.
-    """
-
-    def __init__(
-        self,
-        run: ChainRun,
-        handles: list[list[Tensor]],
-        arguments: tuple[Any, ...],
-        named: dict[str, Any],
-        ambient: tuple[Any, ...],
-    ) -> None:
-        self._run: ChainRun | None = run
-        self._handles = handles
-        self._next = 0
-        self._places = run.chain.handover
-        carried = {place for place, _ in self._places}
-        self._arguments = [(k, value) for k, value in enumerate(arguments) if k not in carried]
-        self._named = [(k, value) for k, value in named.items() if k not in carried]
-        self._sizes = len(arguments), len(named)
-        others = [value for _, value in (*self._arguments, *self._named) if isinstance(value, Tensor)]
-        self._versions = [(tensor, tensor._version) for tensor in others]
-        self.ambient = ambient
-        """The modes around the calls of the run."""
-        self.pair = run.chain.pairs[run.first]
-        """The pair that is called next."""
-        self.training: tuple[bool, ...] = ()
-        """Training flags at the capture of the next call."""
-        self._expected: list[tuple[Place, weakref.ref[Tensor], int]] = []
-        self._receiver: Receiver | None = None
-
-    def arm(self) -> None:
-        """Wait for the next call."""
-        assert self._run is not None
-        results = self._handles[self._next]
-        self._expected = [
-            (place, weakref.ref(results[output], self._gone), results[output]._version)
-            for place, output in self._places
-        ]
-        self._handles[self._next] = []
-        self._next += 1
-        index = self._run.latest + 1
-        self.pair = self._run.chain.pairs[index]
-        self.training = self.pair.signature.training
-        self._receiver = self._run.chain.receivers[index]
-        self._receiver.pending = self
-
-    def matches(self, arguments: tuple[Any, ...], named: dict[str, Any]) -> bool:
-        """True if a call with these arguments is the next one of the run."""
-        run = self._run
-        if run is None or run.chain.lane.latest is not run.span or (len(arguments), len(named)) != self._sizes:
-            return False
-        for place, expected, version in self._expected:
-            result = expected()
-            given: object = arguments[place] if isinstance(place, int) else named.get(place)
-            if result is None or result is not given or result._version != version:
-                return False
-            if result._backward_hooks or result.retains_grad:
-                return False  # Somebody wants to see the gradient that passes here.
-        return (
-            all(arguments[place] is value for place, value in self._arguments)
-            and all(named.get(place, self) is value for place, value in self._named)
-            and all(tensor._version == version for tensor, version in self._versions)
-        )
-
-    def advance(self) -> Any:
-        """Run the next pair and give its result."""
-        run = self._run
-        assert run is not None
-        run.advance()
-        pair = run.chain.pairs[run.latest]
-        results = self._handles[self._next]
-        result = pair.result_of(results)
-        if self._next + 1 < len(self._handles):
-            self.arm()
-        else:
-            self.drop()
-        return result
-
-    def drop(self) -> None:
-        """Expect nothing any more and let go of the results that were not asked for."""
-        if self._receiver is not None and self._receiver.pending is self:
-            self._receiver.pending = None
-        self._run = None
-        self._handles, self._expected, self._versions = [], [], []
-        self._arguments, self._named = [], []
-
-    def _gone(self, _reference: Any) -> None:
-        self.drop()
-
-
-def _by_graph(pairs: Sequence[GraphPair]) -> list[list[GraphPair]]:
-    """Those that are launched together, together."""
-    found: list[list[GraphPair]] = []
-    for pair in pairs:
-        if pair.forward is not None:
-            found.append([])
-        found[-1].append(pair)
-    return found
-
-
-def _is_partial(graph: Sequence[GraphPair], given: Sequence[Sequence[Tensor | None]]) -> bool:
-    """True if not all of a graph of several pairs has been called, or a result inside of it has another use."""
-    inside = [gradient for gradients in given[: len(graph) - 1] for gradient in gradients]
-    return len(graph) > 0 and (graph[-1].backward is None or any(gradient is not None for gradient in inside))
-
-
-def _recomputed(
-    graph: Sequence[GraphPair], given: Sequence[Sequence[Tensor | None]], *, is_chained: bool
-) -> list[Tensor | None]:
-    """Run some pairs of a graph again, eagerly, with their backward; returns gradients of the first one's inputs."""
-    if is_chained:
-        graph[-1].load_output_gradients(given[-1], is_chained=True)
-        given = [*given[:-1], graph[-1].grad_outputs]
-    first = graph[0]
-    roots: list[Tensor] = []
-    gradients: list[Tensor] = []
-    with torch.enable_grad():
-        inputs = [t.detach().requires_grad_(t.requires_grad) for t in first.inputs]
-        outputs: list[Tensor] = []
-        for pair, found in zip(graph, given, strict=True):
-            arguments = list(inputs) if pair is first else list(pair.inputs)
-            for position, (_, output) in pair.chained.items() if pair is not first else ():
-                arguments[position] = outputs[output]
-            outputs = pair.recompute(arguments)
-            used = [(o, g) for o, g in zip(outputs, found, strict=True) if g is not None and o.requires_grad]
-            roots += [output for output, _ in used]
-            gradients += [gradient for _, gradient in used]
-        torch.autograd.backward(roots, gradients)
-    return [tensor.grad for tensor in inputs]
-
-
-def _hand_over(incoming: Sequence[Tensor | None], pair: GraphPair, given: list[Tensor | None]) -> None:
-    """Add gradients of a pair's inputs to those of the results of the pair before."""
-    for position, (_, output) in pair.chained.items():
-        gradient, before = incoming[position], given[output]
-        if gradient is not None:
-            given[output] = gradient if before is None else before + gradient
 
 
 class Replay(torch.autograd.Function):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from graphstep.capture.chain_run import Chain
+from graphstep.capture.chain import Chain
 from graphstep.capture.plan import Variant
 from graphstep.capture.region import Region
 from graphstep.capture.session import GraphSession

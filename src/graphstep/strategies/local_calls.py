@@ -12,8 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from graphstep.capture.attributes import Attributes
-from graphstep.capture.chain_run import Chain, ChainRun, Pending
+from graphstep.capture.chain import Chain
+from graphstep.capture.chain_run import ChainRun
 from graphstep.capture.graph_pair import GraphPair
+from graphstep.capture.pending import Pending
 from graphstep.capture.plan import PlanObserver
 from graphstep.capture.reasons import EagerReason
 from graphstep.capture.region import Region
@@ -188,15 +190,15 @@ class RegionCalls:
         if links is None:
             reason = self._why_no_signature(signature)
         else:
-            reason = None
+            reasons = []
             for chain, index in links if len(links) == 1 else _nearest_first(links, tensors):
                 found = _why_not(chain, index, tensors)
                 if found is None:
                     check = host.verify if self._is_debugging else None
                     run = ChainRun(chain, index, host.run_opened(), check)
                     return run.start(tensors, arguments, named, signature.ambient.key)
-                reason = reason or found
-        assert reason is not None
+                reasons.append(found)
+            reason = reasons[0]
         observer = host.observed_call() if reason in _OBSERVED else None
         if observer is not None:
             return self._observed(observer, reason, signature, tensors, arguments, named)

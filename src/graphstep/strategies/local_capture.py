@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from graphstep.capture.attributes import Attributes
-from graphstep.capture.chain_run import Chain, Handover, Receiver
+from graphstep.capture.chain import Chain, Handover, Receiver
 from graphstep.capture.garbage import collected_once
 from graphstep.capture.graph_pair import GraphPair, capture_backwards, capture_forwards, static_like
 from graphstep.capture.lanes import Lanes, lane_groups

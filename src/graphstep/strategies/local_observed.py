@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from graphstep.capture.chain_run import Handover, Place
+from graphstep.capture.chain import Handover, Place
 from graphstep.capture.plan import Key, PlanObserver
 from graphstep.capture.region import Region
 from graphstep.capture.signature import Signature

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from graphstep.capture.attributes import FastLook
-from graphstep.capture.chain_run import Chain, Handover
+from graphstep.capture.chain import Chain, Handover
 from graphstep.capture.lanes import Lanes
 from graphstep.capture.manifest import Watched, verify
 from graphstep.capture.plan import Key, Plan, PlanObserver

@@ -1,0 +1,84 @@
+"""Graph pairs of one slot that follow each other: the results of one are the arguments of the next."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from torch import Tensor
+
+from graphstep.capture.gradients import GradientHomes, QuickLook
+from graphstep.capture.graph_pair import GraphPair
+from graphstep.capture.lanes import Lane
+
+if TYPE_CHECKING:
+    from graphstep.capture.pending import Pending
+
+Place = int | str
+"""An argument of a call: its position or its keyword."""
+Handover = tuple[tuple[Place, int], ...]
+"""Which arguments of a call are which outputs of the call before."""
+
+
+class Receiver(Protocol):
+    """Where a region is called: finds there what to do at the next call."""
+
+    pending: Pending | None
+
+
+@dataclass(slots=True, eq=False)
+class Chain:
+    """Pairs of one slot, each of which takes the results of the one before.
+
+    All other arguments are the same objects for all of them, and their static copies are shared.
+    """
+
+    pairs: tuple[GraphPair, ...]
+    receivers: tuple[Receiver, ...]
+    slot: int
+    lane: Lane
+    handover: Handover
+    """The same between all of them."""
+    anchor: Tensor
+    """A leaf of every run, so that there is a backward at all, and to see which kind of pass it is."""
+
+    @property
+    def shares_copies(self) -> bool:
+        """True if a copied argument is read by several pairs."""
+        first = self.pairs[0]
+        num_static = len(first.inputs) - len(first.in_place) - len(self.handover)
+        return len(self.pairs) > 1 and num_static > 0
+
+    _look: QuickLook | None = None
+
+    def settle(self, pairs: Sequence[GraphPair]) -> None:
+        """Before backward halves of these: see that gradients are where they were captured.
+
+        Raises:
+            StaleAddressError: one has moved.
+        """
+        if len(pairs) == len(self.pairs):
+            if self._look is None:
+                self._look = GradientHomes.look_at_all(pair.homes for pair in self.pairs)
+            self._look.settle()
+            return
+        for pair in pairs:
+            pair.homes.settle()
+
+    def graph_at(self, index: int) -> tuple[GraphPair, ...]:
+        """The pairs whose forward halves are launched together with that of ``index``, itself first."""
+        stop = index + 1
+        while stop < len(self.pairs) and self.pairs[stop].forward is None:
+            stop += 1
+        return self.pairs[index:stop]
+
+    def limit(self, first: int) -> int:
+        """Up to which pair, not included, a run that begins at ``first`` may go."""
+        stop = first + len(self.graph_at(first))
+        while stop < len(self.pairs):
+            graph = self.graph_at(stop)
+            if any(pair.num_in_flight or pair.is_held() for pair in graph):
+                break
+            stop += len(graph)
+        return stop

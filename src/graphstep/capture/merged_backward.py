@@ -1,0 +1,59 @@
+"""Backward of pairs that were captured as one graph, also where not all of them were called."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from graphstep.capture.graph_pair import GraphPair
+
+
+def by_graph(pairs: Sequence[GraphPair]) -> list[list[GraphPair]]:
+    """Those that are launched together, together."""
+    found: list[list[GraphPair]] = []
+    for pair in pairs:
+        if pair.forward is not None:
+            found.append([])
+        found[-1].append(pair)
+    return found
+
+
+def is_partial(graph: Sequence[GraphPair], given: Sequence[Sequence[Tensor | None]]) -> bool:
+    """True if not all of a graph of several pairs has been called, or a result inside of it has another use."""
+    inside = [gradient for gradients in given[: len(graph) - 1] for gradient in gradients]
+    return len(graph) > 0 and (graph[-1].backward is None or any(gradient is not None for gradient in inside))
+
+
+def recomputed(
+    graph: Sequence[GraphPair], given: Sequence[Sequence[Tensor | None]], *, is_chained: bool
+) -> list[Tensor | None]:
+    """Run some pairs of a graph again, eagerly, with their backward; returns gradients of the first one's inputs."""
+    if is_chained:
+        graph[-1].load_output_gradients(given[-1], is_chained=True)
+        given = [*given[:-1], graph[-1].grad_outputs]
+    first = graph[0]
+    roots: list[Tensor] = []
+    gradients: list[Tensor] = []
+    with torch.enable_grad():
+        inputs = [t.detach().requires_grad_(t.requires_grad) for t in first.inputs]
+        outputs: list[Tensor] = []
+        for pair, found in zip(graph, given, strict=True):
+            arguments = list(inputs) if pair is first else list(pair.inputs)
+            for position, (_, output) in pair.chained.items() if pair is not first else ():
+                arguments[position] = outputs[output]
+            outputs = pair.recompute(arguments)
+            used = [(o, g) for o, g in zip(outputs, found, strict=True) if g is not None and o.requires_grad]
+            roots += [output for output, _ in used]
+            gradients += [gradient for _, gradient in used]
+        torch.autograd.backward(roots, gradients)
+    return [tensor.grad for tensor in inputs]
+
+
+def hand_over(incoming: Sequence[Tensor | None], pair: GraphPair, given: list[Tensor | None]) -> None:
+    """Add gradients of a pair's inputs to those of the results of the pair before."""
+    for position, (_, output) in pair.chained.items():
+        gradient, before = incoming[position], given[output]
+        if gradient is not None:
+            given[output] = gradient if before is None else before + gradient

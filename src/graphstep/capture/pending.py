@@ -1,0 +1,112 @@
+"""The next call that a run of a chain expects."""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from graphstep.capture.chain import Place, Receiver
+from graphstep.errors import LifecycleError
+
+if TYPE_CHECKING:
+    from graphstep.capture.chain_run import ChainRun
+
+
+class Pending:
+    """What the next call of a run has to look like, and the results for it and those after it.
+
+    It lives where that call is expected. It goes when the call comes, or when the tensor that the call would be given
+    is gone.
+    """
+
+    def __init__(
+        self,
+        run: ChainRun,
+        handles: list[list[Tensor]],
+        arguments: tuple[Any, ...],
+        named: dict[str, Any],
+        ambient: tuple[Any, ...],
+    ) -> None:
+        self._run: ChainRun | None = run
+        self._handles = handles
+        self._next = 0
+        self._places = run.chain.handover
+        carried = {place for place, _ in self._places}
+        self._arguments = [(k, value) for k, value in enumerate(arguments) if k not in carried]
+        self._named = [(k, value) for k, value in named.items() if k not in carried]
+        self._sizes = len(arguments), len(named)
+        others = [value for _, value in (*self._arguments, *self._named) if isinstance(value, Tensor)]
+        self._versions = [(tensor, tensor._version) for tensor in others]
+        self.ambient = ambient
+        """The modes around the calls of the run."""
+        self.pair = run.chain.pairs[run.first]
+        """The pair that is called next."""
+        self.training: tuple[bool, ...] = ()
+        """Training flags at the capture of the next call."""
+        self._expected: list[tuple[Place, weakref.ref[Tensor], int]] = []
+        self._receiver: Receiver | None = None
+
+    def arm(self) -> None:
+        """Wait for the next call."""
+        run = self._live_run()
+        results = self._handles[self._next]
+        self._expected = [
+            (place, weakref.ref(results[output], self._gone), results[output]._version)
+            for place, output in self._places
+        ]
+        self._handles[self._next] = []
+        self._next += 1
+        index = run.latest + 1
+        self.pair = run.chain.pairs[index]
+        self.training = self.pair.signature.training
+        self._receiver = run.chain.receivers[index]
+        self._receiver.pending = self
+
+    def matches(self, arguments: tuple[Any, ...], named: dict[str, Any]) -> bool:
+        """True if a call with these arguments is the next one of the run."""
+        run = self._run
+        if run is None or run.chain.lane.latest is not run.span or (len(arguments), len(named)) != self._sizes:
+            return False
+        for place, expected, version in self._expected:
+            result = expected()
+            given: object = arguments[place] if isinstance(place, int) else named.get(place)
+            if result is None or result is not given or result._version != version:
+                return False
+            if result._backward_hooks or result.retains_grad:
+                return False  # Somebody wants to see the gradient that passes here.
+        return (
+            all(arguments[place] is value for place, value in self._arguments)
+            and all(named.get(place, self) is value for place, value in self._named)
+            and all(tensor._version == version for tensor, version in self._versions)
+        )
+
+    def advance(self) -> Any:
+        """Run the next pair and give its result."""
+        run = self._live_run()
+        run.advance()
+        pair = run.chain.pairs[run.latest]
+        results = self._handles[self._next]
+        result = pair.result_of(results)
+        if self._next + 1 < len(self._handles):
+            self.arm()
+        else:
+            self.drop()
+        return result
+
+    def drop(self) -> None:
+        """Expect nothing any more and let go of the results that were not asked for."""
+        if self._receiver is not None and self._receiver.pending is self:
+            self._receiver.pending = None
+        self._run = None
+        self._handles, self._expected, self._versions = [], [], []
+        self._arguments, self._named = [], []
+
+    def _live_run(self) -> ChainRun:
+        if self._run is None:
+            raise LifecycleError("this run does not expect a call any more", where=self.pair.region.name)
+        return self._run
+
+    def _gone(self, _reference: Any) -> None:
+        self.drop()
