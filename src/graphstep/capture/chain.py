@@ -52,6 +52,17 @@ class Chain:
 
     _look: QuickLook | None = None
 
+    def has_hooks(self, pairs: Sequence[GraphPair]) -> bool:
+        """True if a parameter of these may have a hook on its gradient."""
+        if len(pairs) == len(self.pairs):
+            return self._all_homes().has_hooks()
+        return any(pair.has_new_hook() for pair in pairs)
+
+    def _all_homes(self) -> QuickLook:
+        if self._look is None:
+            self._look = GradientHomes.look_at_all(pair.homes for pair in self.pairs)
+        return self._look
+
     def settle(self, pairs: Sequence[GraphPair]) -> None:
         """Before backward halves of these: see that gradients are where they were captured.
 
@@ -59,9 +70,7 @@ class Chain:
             StaleAddressError: one has moved.
         """
         if len(pairs) == len(self.pairs):
-            if self._look is None:
-                self._look = GradientHomes.look_at_all(pair.homes for pair in self.pairs)
-            self._look.settle()
+            self._all_homes().settle()
             return
         for pair in pairs:
             pair.homes.settle()

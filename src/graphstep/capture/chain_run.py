@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 from graphstep.capture.chain import Chain
 from graphstep.capture.graph_pair import GraphPair
 from graphstep.capture.lanes import Span
-from graphstep.capture.merged_backward import by_graph, hand_over, is_partial, recomputed
+from graphstep.capture.merged_backward import by_graph, handed_over, is_partial, recomputed
 from graphstep.capture.pending import Pending
 from graphstep.engine import torch_private
 from graphstep.errors import LifecycleError
@@ -147,36 +147,27 @@ class ChainRun:
         if self._before_backward is not None:
             self._before_backward()
         pairs = self._done()
-        given: list[list[Tensor | None]] = []
-        position = 0
-        for index, pair in enumerate(pairs):
-            self._check(index, pair)
-            given.append(list(gradients[position : position + len(pair.outputs)]))
-            position += len(pair.outputs)
+        given = self._checked(pairs, gradients)
         graphs = by_graph(pairs)
-        slices = [given[pairs.index(graph[0]) : pairs.index(graph[-1]) + 1] for graph in graphs]
-        for graph, found in zip(graphs, slices, strict=True):
-            if is_partial(graph, found) and not all(pair.is_pure for pair in graph):
-                raise LifecycleError(
-                    "a result inside a graph of several layers was used by itself, and they cannot be computed again",
-                    where=graph[-1].region.name,
-                    fix="launch each layer by itself: --cuda-graph-merge-layers 1 (merge_layers=1)",
-                )
+        for start, stop in graphs:
+            if stop - start > 1 or pairs[start].backward is None:
+                _refuse_if_partial(pairs[start:stop], given[start:stop])
         self.chain.settle(pairs)
         self._has_run = True
         is_chained = False
         incoming: list[Tensor | None] = []
-        for index in reversed(range(len(graphs))):
-            graph, found = graphs[index], slices[index]
-            if is_partial(graph, found):
-                incoming = recomputed(graph, found, is_chained=is_chained)
-                if index:
-                    hand_over(incoming, graph[0], slices[index - 1][-1])
-                is_chained = False
-                continue
-            graph[-1].load_output_gradients(found[-1], is_chained=is_chained)
-            for pair in reversed(graph):
-                pair.launch_backward()
+        for start, stop in reversed(graphs):
+            if stop - start > 1 or pairs[start].backward is None:
+                graph, found = pairs[start:stop], given[start:stop]
+                if is_partial(graph, found):
+                    incoming = recomputed(graph, found, is_chained=is_chained)
+                    if start:
+                        given[start - 1] = handed_over(incoming, graph[0], given[start - 1])
+                    is_chained = False
+                    continue
+            pairs[stop - 1].load_output_gradients(given[stop - 1], is_chained=is_chained)
+            for index in range(stop - 1, start - 1, -1):
+                pairs[index].launch_backward()
             is_chained = True
         first = pairs[0]
         results = [g for g, tensor in zip(first.grad_inputs, first.inputs, strict=True) if tensor.requires_grad]
@@ -185,24 +176,22 @@ class ChainRun:
         # Whoever receives a gradient may keep it, and the static one is overwritten by the next backward half.
         results = [None if g is None else g.clone() for g in (*results, *first.exposed_gradients)]
         self.close()
-        for pair in pairs:
-            pair.poison_dead()
+        if first.poisons:
+            for pair in pairs:
+                pair.poison_dead()
         return results
 
-    def _check(self, index: int, pair: GraphPair) -> None:
-        if pair.has_new_hook():
-            raise LifecycleError(
-                "a parameter got a hook on its gradient between the forward and the backward; the captured backward "
-                "does not run it",
-                where=pair.region.name,
-                fix="register hooks before the forward",
-            )
-        if pair.spoilt(self._versions[index], is_read_by_next=index + 1 < len(self._versions)):
-            raise LifecycleError(
-                "a result was changed in place, and the backward needs it as it was",
-                where=pair.region.name,
-                fix="use an operation that makes a new tensor, such as x + y instead of x.add_(y)",
-            )
+    def _checked(self, pairs: Sequence[GraphPair], gradients: Sequence[Tensor | None]) -> list[Sequence[Tensor | None]]:
+        """The gradients of each pair's results, if nothing has happened that the recordings do not know."""
+        given: list[Sequence[Tensor | None]] = []
+        position = 0
+        for pair, versions in zip(pairs, self._versions, strict=True):
+            given.append(gradients[position : position + len(pair.outputs)])
+            position += len(pair.outputs)
+            if pair.versions() != versions:
+                _refuse_if_spoilt(pair, versions, is_read_by_next=pair is not pairs[-1])
+        _refuse_new_hooks(pairs, self.chain.has_hooks(pairs))
+        return given
 
     def _done(self) -> tuple[GraphPair, ...]:
         return self.chain.pairs[self.first : self.latest + 1]
@@ -218,6 +207,35 @@ class ChainRun:
 
     def __del__(self) -> None:
         self.close()
+
+
+def _refuse_new_hooks(pairs: Sequence[GraphPair], has_hooks: bool) -> None:
+    named = [pair.region.name for pair in pairs if pair.has_new_hook()] if has_hooks else []
+    if named:
+        raise LifecycleError(
+            "a parameter got a hook on its gradient between the forward and the backward; the captured backward does "
+            "not run it",
+            where=", ".join(named),
+            fix="register hooks before the forward",
+        )
+
+
+def _refuse_if_spoilt(pair: GraphPair, versions: Sequence[int], *, is_read_by_next: bool) -> None:
+    if pair.spoilt(versions, is_read_by_next=is_read_by_next):
+        raise LifecycleError(
+            "a result was changed in place, and the backward needs it as it was",
+            where=pair.region.name,
+            fix="use an operation that makes a new tensor, such as x + y instead of x.add_(y)",
+        )
+
+
+def _refuse_if_partial(graph: Sequence[GraphPair], given: Sequence[Sequence[Tensor | None]]) -> None:
+    if is_partial(graph, given) and not all(pair.is_pure for pair in graph):
+        raise LifecycleError(
+            "a result inside a graph of several layers was used by itself, and they cannot be computed again",
+            where=graph[-1].region.name,
+            fix="launch each layer by itself: --cuda-graph-merge-layers 1 (merge_layers=1)",
+        )
 
 
 class Replay(torch.autograd.Function):

@@ -144,6 +144,10 @@ class QuickLook:
         if to_zero:
             torch._foreach_zero_(to_zero)
 
+    def has_hooks(self) -> bool:
+        """True if one of the leaves has a hook on its gradient."""
+        return any(map(_hooks_of, self._plain_leaves)) or any(map(_hooks_of, self._main_leaves))
+
     def all_at_home(self) -> bool:
         """True if no gradient has to be moved or refused."""
         return (
@@ -191,6 +195,7 @@ def _main_grad_of(leaf: Tensor) -> Any:
 
 
 _grad_of: Final = attrgetter("grad")
+_hooks_of: Final = attrgetter("_backward_hooks")
 
 _FIX = (
     "keep the gradient tensors for the whole run and write into them, or drop the graphs (reset_cuda_graph(), or close "

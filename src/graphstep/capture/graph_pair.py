@@ -326,8 +326,7 @@ class GraphPair:
             self.forward.replay()
             self.stats.num_launches += 1
         # Anything that autograd saved from the last replay's outputs is now stale; autograd checks versions.
-        for output in self.outputs:
-            torch.autograd.graph.increment_version(output)
+        torch.autograd.graph.increment_version(self.outputs)
 
     def recompute(self, inputs: Sequence[Tensor]) -> list[Tensor]:
         """Run the region eagerly on its static inputs, or on what another one made; returns its outputs, flat."""

@@ -10,14 +10,10 @@ from torch import Tensor
 from graphstep.capture.graph_pair import GraphPair
 
 
-def by_graph(pairs: Sequence[GraphPair]) -> list[list[GraphPair]]:
-    """Those that are launched together, together."""
-    found: list[list[GraphPair]] = []
-    for pair in pairs:
-        if pair.forward is not None:
-            found.append([])
-        found[-1].append(pair)
-    return found
+def by_graph(pairs: Sequence[GraphPair]) -> list[tuple[int, int]]:
+    """First and end of those that are launched together."""
+    starts = [index for index, pair in enumerate(pairs) if pair.forward is not None]
+    return list(zip(starts, [*starts[1:], len(pairs)], strict=True))
 
 
 def is_partial(graph: Sequence[GraphPair], given: Sequence[Sequence[Tensor | None]]) -> bool:
@@ -51,9 +47,13 @@ def recomputed(
     return [tensor.grad for tensor in inputs]
 
 
-def hand_over(incoming: Sequence[Tensor | None], pair: GraphPair, given: list[Tensor | None]) -> None:
-    """Add gradients of a pair's inputs to those of the results of the pair before."""
+def handed_over(
+    incoming: Sequence[Tensor | None], pair: GraphPair, given: Sequence[Tensor | None]
+) -> list[Tensor | None]:
+    """The gradients of the results of the pair before, with those of this pair's inputs added."""
+    found = list(given)
     for position, (_, output) in pair.chained.items():
-        gradient, before = incoming[position], given[output]
+        gradient, before = incoming[position], found[output]
         if gradient is not None:
-            given[output] = gradient if before is None else before + gradient
+            found[output] = gradient if before is None else before + gradient
+    return found

@@ -69,6 +69,9 @@ class Pending:
         run = self._run
         if run is None or run.chain.lane.latest is not run.span or (len(arguments), len(named)) != self._sizes:
             return False
+        return self._has_results(arguments, named) and self._has_others(arguments, named)
+
+    def _has_results(self, arguments: tuple[Any, ...], named: dict[str, Any]) -> bool:
         for place, expected, version in self._expected:
             result = expected()
             given: object = arguments[place] if isinstance(place, int) else named.get(place)
@@ -76,11 +79,20 @@ class Pending:
                 return False
             if result._backward_hooks or result.retains_grad:
                 return False  # Somebody wants to see the gradient that passes here.
-        return (
-            all(arguments[place] is value for place, value in self._arguments)
-            and all(named.get(place, self) is value for place, value in self._named)
-            and all(tensor._version == version for tensor, version in self._versions)
-        )
+        return True
+
+    def _has_others(self, arguments: tuple[Any, ...], named: dict[str, Any]) -> bool:
+        # Loops, not `all`: this runs at each call of each layer.
+        for position, value in self._arguments:
+            if arguments[position] is not value:
+                return False
+        for name, value in self._named:
+            if named.get(name, self) is not value:
+                return False
+        for tensor, version in self._versions:  # noqa: SIM110
+            if tensor._version != version:
+                return False
+        return True
 
     def advance(self) -> Any:
         """Run the next pair and give its result."""
