@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 import shlex
 from pathlib import Path
+from typing import Any
 
 import pytest
-import torch
 
 from graphstep.cli.main import main
 
@@ -30,7 +30,7 @@ def commands() -> list[str]:
 
 def test_the_readme_shows_commands_and_python() -> None:
     assert len(commands()) >= 3
-    assert len(blocks("python")) >= 1
+    assert len(blocks("python")) == 2
 
 
 @pytest.mark.parametrize("command", commands())
@@ -43,10 +43,23 @@ def test_command(command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
     assert capsys.readouterr().out
 
 
-@pytest.mark.parametrize("code", blocks("python"))
-def test_python(code: str, capsys: pytest.CaptureFixture[str]) -> None:
-    names: dict[str, torch.Tensor] = {}
+def run(code: str) -> dict[str, Any]:
+    names: dict[str, Any] = {}
     exec(compile(code, "README.md", "exec"), names)
+    return names
+
+
+def test_attach(capsys: pytest.CaptureFixture[str]) -> None:
+    """Every step but the first replays, microbatch for microbatch."""
+    manager = run(blocks("python")[0])["manager"]
+    rows = manager.report().rows
+    assert [row.name for row in rows] == [f"layers.{index}" for index in range(4)]
+    assert [(row.num_replays, dict(row.eager_calls)) for row in rows] == [(9 * 2, {"observed": 2})] * 4
+    assert "4 of 4 regions" in capsys.readouterr().out
+
+
+def test_full_iteration(capsys: pytest.CaptureFixture[str]) -> None:
+    names = run(blocks("python")[1])
     shown = capsys.readouterr().out
     assert shown.startswith(str(names["losses"]))
     assert "3 warmup" in shown
