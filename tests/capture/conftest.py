@@ -42,5 +42,6 @@ def private_pool_bytes(device: torch.device) -> int:
     if device.type != "cuda":
         return 0
     gc.collect()
+    gc.collect()  # What autograd let go of in the first may hold more.
     torch.cuda.empty_cache()
     return sum(s["total_size"] for s in torch.cuda.memory_snapshot() if tuple(s["segment_pool_id"]) != (0, 0))

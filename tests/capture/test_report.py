@@ -121,7 +121,7 @@ def test_kinds_and_patterns_do_not_share_a_row() -> None:
 
 def test_the_table_says_why_a_region_is_not_captured() -> None:
     rows = layers(3)
-    rows[1].num_recordings = rows[1].num_replays = 0
+    rows[1].num_recordings = rows[1].num_replays = rows[1].num_signatures = 0
     rows[1].why_not_captured = "its capture failed: aten::item at model.py:41 in forward: if scores.max() > limit:"
     rows[1].eager_calls[EagerReason.CAPTURE_FAILED] = 400
     rows[2].eager_calls[EagerReason.CHANGED_ATTRIBUTE] = 1
@@ -170,7 +170,7 @@ def test_json_has_a_code_beside_each_reason() -> None:
     row.eager_calls.update({EagerReason.OTHER_SIGNATURE: 2, "observed": 1, "warmup": 3})
     plain = CaptureReport("tape", (row,), 0).to_json()
     assert json.loads(json.dumps(plain)) == plain
-    assert plain["coverage"] == {"num_captured": 0, "num_regions": 1}
+    assert plain["coverage"] == {"num_captured": 1, "num_regions": 1}
     (region,) = plain["regions"]
     assert region["eager_reasons"] == [
         {"code": "other-signature", "reason": "another signature", "num_calls": 2},

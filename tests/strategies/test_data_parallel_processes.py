@@ -341,12 +341,6 @@ JOBS: Mapping[str, Callable[[], None]] = {
     ),
     "frozen for the collector": partial(reduced_or_refused, attached, build=frozen),
 }
-UNSEEN: Final = "DistributedDataParallel is not seen there, and gradients of captured layers are not reduced"
-FAULTS: Mapping[str, str] = {
-    "part of what is wrapped": UNSEEN,
-    "one layer of what is wrapped": UNSEEN,
-    "frozen for the collector": UNSEEN,
-}
 
 
 # ----- the processes
@@ -438,12 +432,7 @@ def ended(folder: Path) -> list[Ended]:
     return [Ended(status=process.returncode, errors=text) for process, text in zip(processes, errors, strict=True)]
 
 
-def marked(name: str) -> Any:
-    marks = [pytest.mark.xfail(reason=FAULTS[name], strict=True, raises=AssertionError)] if name in FAULTS else []
-    return pytest.param(name, marks=marks, id=name)
-
-
-@pytest.mark.parametrize("name", [marked(name) for name in JOBS])
+@pytest.mark.parametrize("name", JOBS)
 @pytest.mark.usefixtures("ended")
 def test_two_processes(folder: Path, name: str) -> None:
     for rank in range(WORLD_SIZE):

@@ -87,7 +87,7 @@ class Chain:
         stop = first + len(self.graph_at(first))
         while stop < len(self.pairs):
             graph = self.graph_at(stop)
-            if any(pair.num_in_flight or pair.is_held() for pair in graph):
+            if any(pair.num_in_flight or pair.is_held() or pair.is_being_read() for pair in graph):
                 break
             stop += len(graph)
         return stop

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from operator import attrgetter
 from typing import Any, Final
@@ -81,6 +82,10 @@ class GraphPair:
         self.chained = dict(chained or {})
         self.session = session
         self.stats = stats
+        self.readers: list[weakref.ref[GraphPair]] = []
+        """Pairs that read its results where they are, in a run of their own."""
+        for source, _ in self.chained.values():
+            source.readers.append(weakref.ref(self))
         self.outputs: list[Tensor] = []
         self.grad_outputs: list[Tensor | None] = []
         self.grad_inputs: list[Tensor | None] = []
@@ -137,6 +142,7 @@ class GraphPair:
         trained: list[Tensor] = []
 
         def both_halves() -> None:
+            torch.clear_autocast_cache()  # The caller may be inside of autocast, and the last run has filled it.
             versions = [tensor._version for tensor in inputs]
             start = moment()
             outputs = [output for output in flatten(self._call(inputs))[0] if output.requires_grad]
@@ -196,8 +202,9 @@ class GraphPair:
         else:
             result = self._call(self.inputs)
         self.outputs, self.result_structure = flatten(result)
-        saved = saved_storages(self.outputs)
-        self._is_saved = [torch_private.storage_key(output) in saved for output in self.outputs]
+        # Looking at what was saved would start a recompute.
+        saved = None if self._observation.saves_by_hooks or self.poisons else saved_storages(self.outputs)
+        self._is_saved = [saved is None or torch_private.storage_key(output) in saved for output in self.outputs]
         self._is_own = [output in self._saved.created for output in self.outputs]
         self._returns_plain_tuple = type(result) is tuple and all(isinstance(item, Tensor) for item in result)
         return result
@@ -305,6 +312,10 @@ class GraphPair:
     def moved_inputs(self, tensors: Sequence[Tensor]) -> bool:
         """True if an input that is read in place is not where it was captured."""
         return any(tensors[position].data_ptr() != self.inputs[position].data_ptr() for position in self.in_place)
+
+    def is_being_read(self) -> bool:
+        """True if another pair that reads its results is in flight, and needs them until its backward."""
+        return any((reader := each()) is not None and reader.num_in_flight > 0 for each in self.readers)
 
     def overwrites_what_is_in_use(self, tensors: Sequence[Tensor]) -> bool:
         """True if an argument had to be copied over the result of another pair that is in flight or held."""
@@ -441,7 +452,8 @@ def capture_backwards(pairs: Sequence[GraphPair], grad_outputs: Sequence[Tensor 
                 given: list[Tensor | None] = [None] * len(before.outputs)
                 for position, (_, output) in pair.chained.items():
                     found = pair.grad_inputs[position]
-                    given[output] = torch.zeros_like(before.outputs[output]) if found is None else found
+                    if before.differentiable[output]:
+                        given[output] = torch.zeros_like(before.outputs[output]) if found is None else found
                 before.grad_outputs = given
         return results
 

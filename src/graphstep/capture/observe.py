@@ -33,6 +33,8 @@ class Observation:
     """One alias over each storage that existed before and was used."""
     sources: list[weakref.ref[Tensor]] = field(default_factory=list)
     """For each of those, the tensor that was used first, as long as its owner keeps it."""
+    saves_by_hooks: bool = False
+    """It recomputes or offloads something: what autograd has saved is not to be looked at."""
     is_pure: bool = False
     """It wrote into nothing that existed before, and drew no random numbers."""
 
@@ -71,7 +73,9 @@ def observe(function: Callable[[], Any], engine: Engine, *, num_runs: int = 1) -
             watcher.restore_generators()
             log.restore()
             host.restore()
-    return Observation(leaves, watcher.generators, watcher.externals, watcher.sources, is_pure)
+    return Observation(
+        leaves, watcher.generators, watcher.externals, watcher.sources, watcher.sees_saved_taken, is_pure
+    )
 
 
 @contextmanager

@@ -56,8 +56,8 @@ class RegionStats:
 
     @property
     def is_captured(self) -> bool:
-        """True if there are recordings to replay."""
-        return self.num_recordings > 0
+        """True if there are recordings to replay; with merged layers they are counted at the first and the last."""
+        return self.num_recordings > 0 or self.num_signatures > 0
 
     @property
     def num_hits(self) -> int:

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from graphstep.capture.garbage import collected_once
 from graphstep.capture.gradients import Homes
 from graphstep.capture.manifest import Manifest, Watched
 from graphstep.capture.observe import Observation, observe, watch_run
@@ -43,6 +44,7 @@ class GraphSession:
         self._recordings: dict[Recording, Sequence[Tensor]] = {}
         """Each with the tensors that it uses and that must not go before it."""
         self._stats: dict[str, RegionStats] = {}
+        self._is_in_a_row = False
         # At exit too: graphs that hold collectives must be gone before their process group.
         self._finalizer = weakref.finalize(self, self.engine.close)
 
@@ -102,7 +104,9 @@ class GraphSession:
         observation = observation or Observation()
         host = HostRandomness(self.device)
         try:
-            recording = self.engine.capture(function, generators=observation.generators, lane=lane)
+            recording = self.engine.capture(
+                function, generators=observation.generators, lane=lane, collect_first=not self._is_in_a_row
+            )
         except BaseException:
             host.restore()
             raise
@@ -120,6 +124,16 @@ class GraphSession:
         stats.num_operations += recording.num_operations or 0
         stats.pool_bytes += recording.nbytes
         return recording
+
+    @contextmanager
+    def captures_in_a_row(self) -> Iterator[None]:
+        """Collect garbage once for all captures of the body."""
+        with collected_once():
+            self._is_in_a_row = True
+            try:
+                yield
+            finally:
+                self._is_in_a_row = False
 
     @contextmanager
     def timed(self, stats: RegionStats) -> Iterator[None]:

@@ -14,10 +14,9 @@ def collection_held(*, collect_first: bool = True) -> Iterator[None]:
     """Collect once, then keep the collector off for the body, and leave it as it was found.
 
     A collection inside a capture could run the destructor of an old graph, which the capture would record or fail on.
-    Where the collector is off already, whoever has switched it off has collected or does not want to.
     """
     was_enabled = gc.isenabled()
-    if collect_first and was_enabled:
+    if collect_first:
         gc.collect()
     gc.disable()
     try:

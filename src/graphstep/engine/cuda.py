@@ -146,7 +146,12 @@ class CudaEngine:
         return torch_private.pool_segments([lane.pool for lane in (*self._lanes.values(), *self._spoilt)])
 
     def capture(
-        self, function: Callable[[], Any], *, generators: Sequence[torch.Generator] = (), lane: Hashable = 0
+        self,
+        function: Callable[[], Any],
+        *,
+        generators: Sequence[torch.Generator] = (),
+        lane: Hashable = 0,
+        collect_first: bool = True,
     ) -> CudaRecording:
         """Run ``function`` once under stream capture, into the pool of ``lane``. Computes nothing.
 
@@ -158,7 +163,7 @@ class CudaEngine:
             raise LifecycleError("the engine is closed", fix="use a new session")
         if self._capturing_thread is not None or torch.cuda.is_current_stream_capturing():
             raise LifecycleError("a capture is already under way", fix="capture one function at a time")
-        with collection_held():
+        with collection_held(collect_first=collect_first):
             self._prime()
             if lane not in self._lanes:
                 self._lanes[lane] = self._open_lane()

@@ -65,7 +65,12 @@ class Engine(Protocol):
         """Bytes held for recordings that are not closed."""
 
     def capture(
-        self, function: Callable[[], Any], *, generators: Sequence[torch.Generator] = (), lane: Hashable = 0
+        self,
+        function: Callable[[], Any],
+        *,
+        generators: Sequence[torch.Generator] = (),
+        lane: Hashable = 0,
+        collect_first: bool = True,
     ) -> Recording:
         """Run ``function`` once under capture and return the recording.
 
@@ -76,6 +81,9 @@ class Engine(Protocol):
         Recordings of one lane share memory: what one of them frees the next may use. They are replayed in the order of
         their capture (some may be left out), or results are read before another of the lane is replayed. Recordings of
         different lanes never share memory and may be replayed in any order.
+
+        Garbage is collected before, unless ``collect_first`` says that it has been: the destructor of an old graph
+        must not run inside a capture.
 
         Raises:
             CaptureError: an operation cannot be captured. Names the operation, the user's line and the way out.

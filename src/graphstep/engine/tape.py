@@ -125,7 +125,12 @@ class TapeEngine:
         return sum(recording.nbytes for recording in self._recordings)
 
     def capture(
-        self, function: Callable[[], Any], *, generators: Sequence[torch.Generator] = (), lane: Hashable = 0
+        self,
+        function: Callable[[], Any],
+        *,
+        generators: Sequence[torch.Generator] = (),
+        lane: Hashable = 0,
+        collect_first: bool = True,
     ) -> TapeRecording:
         """Run ``function`` once, recording its operations, then undo what it wrote into tensors that existed before.
 
@@ -140,7 +145,7 @@ class TapeEngine:
             raise LifecycleError("the engine is closed", fix="use a new session")
         if self._capturing_thread is not None or is_capturing_here():
             raise LifecycleError("a capture is already under way", fix="capture one function at a time")
-        with collection_held():
+        with collection_held(collect_first=collect_first):
             tape, result = self._record(function, generators)
         recording = TapeRecording(self, tape, result)
         self._recordings.add(recording)

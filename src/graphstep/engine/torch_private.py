@@ -13,6 +13,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 _POST_ACCUMULATE_HOOKS_OF: Final = attrgetter("_post_accumulate_grad_hooks")
@@ -291,3 +292,8 @@ def node_number(node: Any) -> int | None:
     if number is None or hasattr(node, "variable"):
         return None
     return int(number())
+
+
+def data_parallel_is_active() -> bool:
+    """True inside the forward of a module that is wrapped in DistributedDataParallel."""
+    return getattr(DistributedDataParallel, "_active_ddp_module", None) is not None

@@ -72,6 +72,8 @@ class WriteObserver(torch_private.DispatchMode):
         self._external: dict[int, Tensor] = {}
         self._first_seen: dict[int, weakref.ref[Tensor]] = {}
         self._gradients: dict[int, tuple[Tensor, Tensor | None]] = {}
+        self.sees_saved_taken = False
+        """An operation ran under hooks that take what autograd saves."""
         self._generator_states: dict[int, tuple[torch.Generator, Tensor]] = {}
 
     @property
@@ -99,6 +101,7 @@ class WriteObserver(torch_private.DispatchMode):
         if torch_private.unwraps_itself(types):
             return NotImplemented
         given = self._note([*args, *kwargs.values()])
+        self.sees_saved_taken = self.sees_saved_taken or torch_private.saved_tensors_are_taken()
         log = self._log
         if log is not None:
             for tensor in written_tensors(self._table.of(func), args, kwargs):

@@ -77,6 +77,16 @@ class CapturedChains:
         calls.stats.num_evictions += 1
         return True
 
+    def drop_all(self, calls: RegionCalls, regions: Mapping[Region, RegionCalls]) -> None:
+        """Forget everything that a region has graphs for."""
+        if calls.pending is not None:
+            calls.pending.drop()
+        for generation in calls.generations:
+            for links in list(generation.links.values()):
+                for chain, _ in list(links):
+                    self.drop(chain, regions)
+        calls.generations, calls.current = [], None
+
     def drop(self, chain: Chain, regions: Mapping[Region, RegionCalls]) -> None:
         """Forget a chain and close its recordings. The gradients stay where they are."""
         for pair in chain.pairs:

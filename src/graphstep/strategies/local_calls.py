@@ -48,6 +48,7 @@ class Host(Protocol):
     on_mismatch: MismatchPolicy
     device_type: str
     is_debugging: bool
+    is_data_parallel: bool
     is_required: bool
 
     @property
@@ -56,6 +57,9 @@ class Host(Protocol):
 
     def before_call(self) -> None:
         """A call begins: capture what is due, and check what has to hold for a replay."""
+
+    def data_parallel_found(self) -> None:
+        """A call came through DistributedDataParallel, of which nothing was known."""
 
     def observed_call(self) -> PlanObserver | None:
         """The one who is told of a call that runs eagerly, if anybody is."""
@@ -181,6 +185,8 @@ class RegionCalls:
             self._refuse_recompute()
         if reason is not None:
             return self._eager(reason, arguments, named)
+        if torch_private.data_parallel_is_active() and not host.is_data_parallel:
+            host.data_parallel_found()
         host.before_call()
         if self._is_debugging:
             host.verify()
@@ -209,8 +215,8 @@ class RegionCalls:
             "this region is called in activation recompute (torch.utils.checkpoint) or under other hooks on saved "
             "tensors: they work on what autograd saves, and a replay saves nothing",
             where=self.region.name,
-            fix="put the checkpoint inside the region or use its reentrant form, or let such calls run eagerly: "
-            "--cuda-graph-policy auto",
+            fix="use the reentrant form (use_reentrant=True), which replays when it computes again; or a checkpoint "
+            "without dropout inside the region; or let such calls run eagerly: --cuda-graph-policy auto",
         )
         if self._host.is_required:
             raise error
@@ -294,8 +300,10 @@ def _why_not(chain: Chain, index: int, tensors: Sequence[Tensor]) -> EagerReason
         for each, calls in zip(graph, chain.receivers[index:], strict=False)
     ):
         reason = EagerReason.OUT_OF_ORDER
-    elif pair.overwrites_what_is_in_use(tensors) or (
-        shares and any(before.num_in_flight for before in chain.pairs[:index])
+    elif (
+        any(each.is_being_read() for each in graph)
+        or pair.overwrites_what_is_in_use(tensors)
+        or (shares and any(before.num_in_flight for before in chain.pairs[:index]))
     ):
         reason = EagerReason.PLACE_IN_USE
     else:

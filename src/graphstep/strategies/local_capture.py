@@ -14,7 +14,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from graphstep.capture.attributes import Attributes
 from graphstep.capture.chain import Chain, Handover, Receiver
-from graphstep.capture.garbage import collected_once
 from graphstep.capture.graph_pair import GraphPair, capture_backwards, capture_forwards, static_like
 from graphstep.capture.lanes import Lanes, lane_groups
 from graphstep.capture.observe import training_flags_kept
@@ -56,13 +55,15 @@ class Order:
     poisons: bool = False
 
 
-def gradients_through_autograd(model: nn.Module, regions: Sequence[Region], plan: Plan) -> frozenset[int]:
+def gradients_through_autograd(
+    model: nn.Module, regions: Sequence[Region], plan: Plan, *, is_data_parallel: bool = False
+) -> frozenset[int]:
     """Identities of the parameters whose gradients autograd has to accumulate.
 
     Those are parameters used in several places, whose parts autograd sums before it accumulates (a recording that adds
     its part by itself would round differently), and all where DistributedDataParallel waits for each accumulation.
     """
-    if _is_data_parallel(model):
+    if is_data_parallel or _is_data_parallel(model):
         return frozenset(id(parameter) for parameter in model.parameters())
     inside = {id(module) for region in regions for module in region.modules}
     outside = [module for module in model.modules() if id(module) not in inside]
@@ -77,10 +78,12 @@ def gradients_through_autograd(model: nn.Module, regions: Sequence[Region], plan
 
 
 def _is_data_parallel(model: nn.Module) -> bool:
-    """True if DistributedDataParallel is in the model, or around it: the latter only the wrapper knows."""
-    inside = {id(module) for module in model.modules()}
+    """True if DistributedDataParallel is in the model, or around a part of it: the latter only the wrapper knows."""
+    if any(isinstance(module, DistributedDataParallel) for module in model.modules()):
+        return True
+    own = {id(parameter) for parameter in model.parameters()}
     wrappers = [found for found in gc.get_objects() if issubclass(type(found), DistributedDataParallel)]
-    return any(id(wrapper) in inside or id(wrapper.module) in inside for wrapper in wrappers)
+    return any(id(parameter) in own for wrapper in wrappers for parameter in wrapper.parameters())
 
 
 def capture_chains(order: Order) -> list[Chain]:
@@ -97,7 +100,7 @@ def capture_chains(order: Order) -> list[Chain]:
             them are gone, whatever the error.
     """
     capturing = _Capturing(order, lane_groups(order.plan))
-    with collected_once(), CaptureProgress(len(order.plan.calls)) as progress:
+    with order.session.captures_in_a_row(), CaptureProgress(len(order.plan.calls)) as progress:
         try:
             return capturing.run(progress)
         except BaseException:
@@ -307,6 +310,10 @@ class _Capturing:
             else:
                 place[key] = [key]
                 chains.append(place[key])
+        for keys in chains:
+            for key, following in zip(keys, keys[1:], strict=False):
+                readers = self.pairs[key].readers
+                readers[:] = [each for each in readers if each() is not self.pairs[following]]
         return [
             Chain(
                 tuple(self.pairs[key] for key in keys),

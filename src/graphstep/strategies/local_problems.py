@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from torch import nn
 
@@ -18,6 +18,16 @@ def other_strategy(impl: CudaGraphImpl) -> Problem:
         what=f"the graphs of a model's modules are those of impl='local', got {impl.value!r}",
         where="CudaGraphConfig.impl",
         fix="use impl='local' here, or build_strategy for the others",
+    )
+
+
+def modules_and_regions(regions: Mapping[str, str]) -> Problem:
+    """Two ways of saying what is captured were used at once."""
+    return Problem(
+        code="modules-and-regions",
+        what=f"modules= names parts of layers with segments, and regions= the modules {', '.join(regions)}",
+        where="CudaGraphManager, argument regions",
+        fix="use one of the two",
     )
 
 

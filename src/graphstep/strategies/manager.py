@@ -28,7 +28,7 @@ from graphstep.strategies.local_calls import RegionCalls
 from graphstep.strategies.local_capture import Order, RegionFailedError, capture_chains, gradients_through_autograd
 from graphstep.strategies.local_layers import GraphedModule, Named, graphed_layers, graphed_modules
 from graphstep.strategies.local_observed import ObservedCalls
-from graphstep.strategies.local_problems import nothing_to_capture, other_strategy
+from graphstep.strategies.local_problems import modules_and_regions, nothing_to_capture, other_strategy
 
 
 class CudaGraphManager:
@@ -77,6 +77,7 @@ class CudaGraphManager:
         self.device_type = self.session.device.type
         self.on_mismatch: MismatchPolicy = self._config.on_mismatch
         self.is_debugging = self._config.debug
+        self.is_data_parallel = False
         self.is_required = self._config.policy is CapturePolicy.required
         self.is_capturing = False
         self.observer: PlanObserver | None = PlanObserver()
@@ -97,8 +98,12 @@ class CudaGraphManager:
         self._regions = {calls.region: calls for module in self._modules for calls in module.regions}
 
     def _find(self, regions: Mapping[str, str] | None) -> tuple[GraphedModule, ...]:
+        if self._config.impl is CudaGraphImpl.none and self._config != CudaGraphConfig():
+            warnings.warn("nothing is captured: CudaGraphConfig.impl is none; use impl='local'", UserWarning, 4)
         if self._config.policy is CapturePolicy.off or self._config.impl is CudaGraphImpl.none:
             return ()
+        if regions and self._config.modules:
+            raise ConfigError(modules_and_regions(regions))
         if regions:
             return graphed_modules(self._model, regions, self._make_calls)
         found = graphed_layers(self._model, frozenset(self._config.modules), self._make_calls)
@@ -132,6 +137,14 @@ class CudaGraphManager:
         self.verify()
         if not self._look.holds() or self._has_changes:
             self._check_attributes()
+
+    def data_parallel_found(self) -> None:
+        """From now on autograd accumulates gradients: what was captured without that is forgotten."""
+        self.is_data_parallel = True
+        self.observer = PlanObserver() if self.on_mismatch is MismatchPolicy.recapture else self.observer
+        self.observed.forget()
+        for calls in self._regions.values():
+            self._chains.drop_all(calls, self._regions)
 
     def observed_call(self) -> PlanObserver | None:
         """The one who is told of a call that runs eagerly, if anybody is."""
@@ -230,7 +243,9 @@ class CudaGraphManager:
                         attributes=attributes,
                         num_warmup_runs=self._config.warmup_steps,
                         merge=self._config.merge_layers,
-                        through_autograd=gradients_through_autograd(self._model, list(self._regions), plan),
+                        through_autograd=gradients_through_autograd(
+                            self._model, list(self._regions), plan, is_data_parallel=self.is_data_parallel
+                        ),
                         poisons=self._config.debug,
                     )
                 )

@@ -350,7 +350,8 @@ def test_the_report(device: torch.device) -> None:
     assert [row["name"] for row in data["regions"]] == ["layers.0", "layers.1", "layers.2"]
     for row in report.rows:
         assert row.num_replays + sum(row.eager_calls.values()) == 4 * 2
-        assert (row.num_recordings > 0) == (row.pool_bytes > 0) == (row.capture_seconds > 0 and row.name != "layers.1")
+        assert (row.num_recordings > 0) == (row.capture_seconds > 0 and row.name != "layers.1")
+        assert row.pool_bytes == 0 or row.num_recordings > 0
     assert report.capture_seconds > 0
     assert report.pool_bytes > 0
     assert [row.num_slots for row in report.rows] == [1, 0, 1]
@@ -372,5 +373,6 @@ def test_recompute_around_layers_is_refused(device: torch.device) -> None:
     with pytest.raises(CaptureError, match="recompute"):
         steps(3, 1)(loop)
     loop.close()
-    loop = twins(device, steps(3, 1), build=RecomputedLayers, config={"policy": "auto"})
+    with pytest.warns(UserWarning, match="recompute"):
+        loop = twins(device, steps(3, 1), build=RecomputedLayers, config={"policy": "auto"})
     assert set(loop.reasons()) == {EagerReason.RECOMPUTE}
