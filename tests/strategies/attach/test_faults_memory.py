@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import warnings
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -180,6 +180,32 @@ def test_b08_memory_lives_until_its_backward_has_read_it(device: torch.device) -
     build = partial(Decoder, num_layers=4, dropout=0.2)
     loop = twins(device, steps(4, 3), build=build, config={"debug": True})
     assert loop.num_replays == 4 * 3 * 3
+
+
+class Closure(nn.Module):
+    """Reads a tensor that no module owns."""
+
+    def __init__(self, box: list[Tensor]) -> None:
+        super().__init__()
+        self.linear = nn.Linear(HIDDEN, HIDDEN)
+        self.read: Callable[[], Tensor] = lambda: box[0]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) * self.read()
+
+
+def test_b09_a_tensor_of_a_closure_that_is_gone(device: torch.device) -> None:
+    box = [torch.full((HIDDEN,), 2.0, device=device)]
+    model = built(partial(Stack, 1, lambda: Closure(box)), device)
+    manager = captured(model, device, debug=True)
+    expected = built(partial(Stack, 1, lambda: Closure(box)), device)
+    expected.load_state_dict(model.state_dict())
+    forward(model, device).backward()
+    box[0] = torch.full((HIDDEN,), 3.0, device=device)
+    gc.collect()
+    with right_or_named("layers.0"):
+        assert torch.equal(forward(model, device), forward(expected, device))
+    manager.close()
 
 
 class Assigns(Block):

@@ -9,7 +9,16 @@ from typing import Any
 
 import pytest
 import torch
-from tests.strategies.attach.attached import WITH_DROPOUT, Failing, Loop, OneFails, RecomputedLayers, steps, twins
+from tests.strategies.attach.attached import (
+    WITH_DROPOUT,
+    Failing,
+    Loop,
+    OneFails,
+    RecomputedLayers,
+    schedule,
+    steps,
+    twins,
+)
 from tests.strategies.attach.plain import HIDDEN, LAYERS, Block, Stack, attached, built, num_replays, reasons, train
 from tests.strategies.models import Decoder
 from tests.strategies.runs import differences
@@ -305,6 +314,22 @@ def test_an_evicted_signature_can_come_back(device: torch.device) -> None:
     assert (row.num_recordings, row.num_evictions) == (2, 2)
     graphed = replays[len(replays) // 2 :]
     assert [graphed[end] - graphed[end - 1] for end in (2, 10, -1)] == [1, 1, 1]
+
+
+@pytest.mark.parametrize("debug", [False, True])
+def test_an_eviction_takes_no_memory_of_what_stays(device: torch.device, debug: bool) -> None:
+    """Of one layer two variants have graphs and of the other one has: an eviction cuts chains in their middle."""
+
+    def script(loop: Loop) -> None:
+        for step, (num_microbatches, length) in enumerate(
+            [(2, 6), (1, 6), (1, 6), (1, 6), (1, 4), (2, 6), (1, 4), (2, 6)]
+        ):
+            if step == 2:
+                loop.model.layers[0].dropout = 0.3
+            loop.step(num_microbatches, length=length)
+
+    config = {"max_signatures": 2, "capture_after": 1, "debug": debug}
+    twins(device, script, build=partial(Decoder, dropout=0.1), config=config, schedule=schedule("fb", "ffBB"))
 
 
 def test_an_eviction_gives_memory_back(device: torch.device) -> None:
