@@ -30,6 +30,7 @@ from graphstep.errors import StaleAddressError
 DEBUG = {"debug": True}
 
 
+@pytest.mark.filterwarnings("ignore:.*activation recompute")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("order", ["fbfbfb", "fffbbb", "ffbfbb", "fffBBB"])
 @pytest.mark.parametrize("build", [Decoder, WITH_DROPOUT, Frozen, TiedWeights, RecomputedLayers])

@@ -32,6 +32,7 @@ def test_merged_layers(device: torch.device, order: str, merge_layers: int) -> N
     assert loop.num_replays > 0
 
 
+@pytest.mark.filterwarnings("ignore:.*activation recompute")
 @pytest.mark.parametrize("merge_layers", [2, 0])
 @pytest.mark.parametrize("build", [Frozen, TiedWeights, RecomputedLayers])
 def test_merged_layers_of_all_kinds(device: torch.device, build: Any, merge_layers: int) -> None:

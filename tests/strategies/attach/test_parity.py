@@ -54,6 +54,7 @@ def train_and_resume(loop: Loop) -> None:
 SCRIPTS = {"train": train, "evaluate": train_and_evaluate, "resume": train_and_resume}
 
 
+@pytest.mark.filterwarnings("ignore:.*activation recompute")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("script", SCRIPTS)
 @pytest.mark.parametrize("order", ORDERS)
