@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from graphstep.capture.gradients import GradientHomes, leaves_reached
-from graphstep.errors import StaleAddressError
+from graphstep.errors import LifecycleError, StaleAddressError
 
 
 @pytest.fixture
@@ -77,11 +77,38 @@ def test_the_same_tensor_is_shown_again_if_nobody_keeps_it(leaf: Tensor) -> None
 
 def test_a_replaced_gradient_is_copied_home(leaf: Tensor) -> None:
     homes = homes_of(leaf)
-    leaf.grad = torch.full_like(leaf, 3.0)
+    leaf.grad = given = torch.full_like(leaf, 3.0)
+    guests = homes.settle()
+    assert torch.equal(homes.of(leaf), torch.full_like(leaf, 3.0))
+    homes.of(leaf).add_(1.0)
+    homes.hand_out(guests)
+    assert leaf.grad is given
+    assert torch.equal(given, torch.full_like(leaf, 4.0))
+
+
+def test_swapped_gradients_keep_their_values(device: torch.device) -> None:
+    first, second = (nn.Parameter(torch.ones(3, device=device)) for _ in range(2))
+    homes = homes_of(first, second)
+    homes.of(first).fill_(1.0)
+    homes.of(second).fill_(2.0)
+    first.grad, second.grad = second.grad, first.grad
+    assert homes.settle() == {}
+    assert [float(leaf.grad[0]) for leaf in (first, second)] == [2.0, 1.0]
+    assert [float(homes.of(leaf)[0]) for leaf in (first, second)] == [2.0, 1.0]
+
+
+def test_an_alias_of_a_gradient_that_somebody_keeps_is_refused(leaf: Tensor) -> None:
+    homes = GradientHomes(shared := {})
+    homes.add([leaf])
+    for home in shared.values():
+        home.note_holders()
+    kept = leaf.grad.detach()  # type: ignore[union-attr]
+    leaf.grad = None
+    with pytest.raises(LifecycleError, match="kept through another tensor"):
+        homes.settle()
+    del kept
     homes.settle()
-    assert leaf.grad is not None
-    assert leaf.grad.data_ptr() == homes.of(leaf).data_ptr()
-    assert torch.equal(leaf.grad, torch.full_like(leaf, 3.0))
+    assert torch.equal(leaf.grad, torch.zeros_like(leaf))
 
 
 def test_forgetting_leaves_no_gradient_behind(device: torch.device) -> None:

@@ -181,7 +181,7 @@ def test_json_has_a_code_beside_each_reason() -> None:
     fields = {name for name in RegionStats.__slots__ if name != "eager_calls"}
     assert fields <= region.keys()
     assert (region["num_slots"], region["num_signatures"], region["num_evictions"]) == (4, 2, 1)
-    assert (region["num_launches"], region["num_misses"], region["is_captured"]) == (9, 5, False)
+    assert (region["num_launches"], region["num_misses"], region["is_captured"]) == (9, 5, True)
     assert (region["why_not_captured"], region["last_detail"]) == ("its capture failed", "gain")
 
 

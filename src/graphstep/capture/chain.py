@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor
 
-from graphstep.capture.gradients import GradientHomes, QuickLook
+from graphstep.capture.gradients import GradientHomes, Guests, QuickLook
 from graphstep.capture.graph_pair import GraphPair
 from graphstep.capture.lanes import Lane
 
@@ -63,17 +63,18 @@ class Chain:
             self._look = GradientHomes.look_at_all(pair.homes for pair in self.pairs)
         return self._look
 
-    def settle(self, pairs: Sequence[GraphPair]) -> None:
+    def settle(self, pairs: Sequence[GraphPair]) -> Guests:
         """Before backward halves of these: see that gradients are where they were captured.
+
+        Returns:
+            Gradients that are not at home, and are filled after the replay.
 
         Raises:
             StaleAddressError: one has moved.
         """
         if len(pairs) == len(self.pairs):
-            self._all_homes().settle()
-            return
-        for pair in pairs:
-            pair.homes.settle()
+            return self._all_homes().settle()
+        return GradientHomes.look_at_all(pair.homes for pair in pairs).settle()
 
     def graph_at(self, index: int) -> tuple[GraphPair, ...]:
         """The pairs whose forward halves are launched together with that of ``index``, itself first."""

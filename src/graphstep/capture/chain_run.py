@@ -45,6 +45,7 @@ class ChainRun:
         self._on_close = on_close
         self._versions: list[list[int]] = []
         """Of the results handed out, to see whether somebody wrote into them."""
+        self.num_landmarks = 0
         self._is_open = False
         self._has_run = False
 
@@ -67,10 +68,12 @@ class ChainRun:
         pair = chain.pairs[first]
         stop = chain.limit(first)
         wanted = [tensor for tensor in tensors if tensor.requires_grad]
-        exposed = pair.exposed
+        # Of each pair one parameter: so that a backward pass towards parameters alone comes by here, and is refused.
+        reached = [each.landmark for each in chain.pairs[first:stop] if each.landmark is not None]
+        self.num_landmarks = len(reached)
         self._is_open = True
         chain.lane.enter(self.span)
-        flat: tuple[Tensor, ...] = Replay.apply(self, stop, tensors, *wanted, *exposed, chain.anchor)  # type: ignore[no-untyped-call]
+        flat: tuple[Tensor, ...] = Replay.apply(self, stop, tensors, *wanted, *pair.exposed, *reached, chain.anchor)  # type: ignore[no-untyped-call]
         self._note(first, pair)
         handles: list[list[Tensor]] = []
         position = 0
@@ -146,38 +149,38 @@ class ChainRun:
         """
         if self._before_backward is not None:
             self._before_backward()
-        pairs = self._done()
-        given = self._checked(pairs, gradients)
+        done = self._done()
+        given = self._checked(done, gradients)
+        # What came after the last result with a gradient has none, and takes no part.
+        reached = [index for index, found in enumerate(given) if any(gradient is not None for gradient in found)]
+        pairs = done[: reached[-1] + 1] if reached else ()
         graphs = by_graph(pairs)
         for start, stop in graphs:
-            if stop - start > 1 or pairs[start].backward is None:
-                _refuse_if_partial(pairs[start:stop], given[start:stop])
-        self.chain.settle(pairs)
+            _refuse_if_partial(pairs[start:stop], given[start:stop], is_last=stop == len(pairs))
+        guests = self.chain.settle(pairs) if pairs else {}
         self._has_run = True
+        first = done[0]
+        incoming: Sequence[Tensor | None] = [None] * len(first.inputs)
         is_chained = False
-        incoming: list[Tensor | None] = []
         for start, stop in reversed(graphs):
-            if stop - start > 1 or pairs[start].backward is None:
-                graph, found = pairs[start:stop], given[start:stop]
-                if is_partial(graph, found):
-                    incoming = recomputed(graph, found, is_chained=is_chained)
-                    if start:
-                        given[start - 1] = handed_over(incoming, graph[0], given[start - 1])
-                    is_chained = False
-                    continue
-            pairs[stop - 1].load_output_gradients(given[stop - 1], is_chained=is_chained)
+            graph, found = pairs[start:stop], given[start:stop]
+            if is_partial(graph, found, is_chained=is_chained) and all(pair.is_pure for pair in graph):
+                incoming = recomputed(graph, found, is_chained=is_chained)
+                if start:
+                    given[start - 1] = handed_over(incoming, graph[0], given[start - 1])
+                is_chained = False
+                continue
+            graph[-1].load_output_gradients(found[-1], is_chained=is_chained)
             for index in range(stop - 1, start - 1, -1):
-                pairs[index].launch_backward()
-            is_chained = True
-        first = pairs[0]
-        results = [g for g, tensor in zip(first.grad_inputs, first.inputs, strict=True) if tensor.requires_grad]
-        if not is_chained:
-            results = [g for g, tensor in zip(incoming, first.inputs, strict=True) if tensor.requires_grad]
+                pairs[index].launch_backward(guests)
+            incoming, is_chained = graph[0].grad_inputs, True
+        exposed: Sequence[Tensor | None] = first.exposed_gradients if pairs else [None] * len(first.exposed)
+        wanted = [g for g, tensor in zip(incoming, first.inputs, strict=True) if tensor.requires_grad]
         # Whoever receives a gradient may keep it, and the static one is overwritten by the next backward half.
-        results = [None if g is None else g.clone() for g in (*results, *first.exposed_gradients)]
+        results = [None if g is None else g.clone() for g in (*wanted, *exposed)]
         self.close()
         if first.poisons:
-            for pair in pairs:
+            for pair in done:
                 pair.poison_dead()
         return results
 
@@ -229,12 +232,22 @@ def _refuse_if_spoilt(pair: GraphPair, versions: Sequence[int], *, is_read_by_ne
         )
 
 
-def _refuse_if_partial(graph: Sequence[GraphPair], given: Sequence[Sequence[Tensor | None]]) -> None:
-    if is_partial(graph, given) and not all(pair.is_pure for pair in graph):
+def _refuse_if_partial(graph: Sequence[GraphPair], given: Sequence[Sequence[Tensor | None]], *, is_last: bool) -> None:
+    if all(pair.is_pure for pair in graph):
+        return
+    if len(graph) > 1 or graph[-1].backward is None:
+        if is_partial(graph, given, is_chained=not is_last):
+            raise LifecycleError(
+                "a result inside a graph of several layers was used by itself, and they cannot be computed again",
+                where=graph[-1].region.name,
+                fix="launch each layer by itself: --cuda-graph-merge-layers 1 (merge_layers=1)",
+            )
+    elif graph[-1].gets_unknown(given[-1]):
         raise LifecycleError(
-            "a result inside a graph of several layers was used by itself, and they cannot be computed again",
+            "a result has a gradient that had none in the first step, and this region, which draws random numbers or "
+            "changes state, cannot be computed again",
             where=graph[-1].region.name,
-            fix="launch each layer by itself: --cuda-graph-merge-layers 1 (merge_layers=1)",
+            fix="use all results of the region in the first step's loss",
         )
 
 
@@ -242,7 +255,7 @@ class Replay(torch.autograd.Function):
     """Stands for a run: forward of its first pair now, backward halves of all when their turn comes.
 
     Inputs: the run, up to which pair it may go, the flat arguments; those of them that want a gradient, the parameters
-    whose gradients autograd accumulates, and the chain's anchor.
+    whose gradients autograd accumulates, one parameter of each pair, and the chain's anchor.
     """
 
     @staticmethod
@@ -259,4 +272,5 @@ class Replay(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         """Replay the backward halves, once, if they can give what is asked for."""
         ctx.run.check_backward(ctx.next_functions[-1][0])
-        return (None, None, None, *ctx.run.backward(gradients), None)
+        run: ChainRun = ctx.run
+        return (None, None, None, *run.backward(gradients), *([None] * run.num_landmarks), None)

@@ -16,7 +16,7 @@ from torch import Tensor
 from graphstep.capture.fast_check import all_same
 from graphstep.capture.saved_tensors import nodes_behind
 from graphstep.engine import torch_private
-from graphstep.errors import StaleAddressError
+from graphstep.errors import LifecycleError, StaleAddressError
 
 
 @dataclass(slots=True, eq=False)
@@ -30,10 +30,21 @@ class Home:
     is_main_grad: bool
     shown: Tensor
     """What ``.grad`` (or ``main_grad``) is while the gradient is at home, over the same memory."""
+    is_own: bool = False
+    """The memory was allocated here, and not by the loop."""
+    num_holders: int = 0
+    """Of the memory, when nobody else held it; 0 where that is not known."""
+
+    def note_holders(self) -> None:
+        """Once captured: more holders of the memory than now are others who keep the gradient."""
+        if self.is_own:
+            self.num_holders = sum(torch_private.HolderCount([self.tensor]).now())
 
 
 Homes = dict[int, Home]
 """By identity of the leaf."""
+Guests = dict[int, Tensor]
+"""By identity of the leaf: gradients that are not at home, and are filled after a replay."""
 
 
 class GradientHomes:
@@ -69,10 +80,11 @@ class GradientHomes:
                 known = self._shared[id(leaf)] = Home(leaf, main.detach(), main.data_ptr(), True, main)
             return known
         if known is None or _is_stale(known) or not _fits(known.tensor, leaf):
-            gradient = leaf.grad
+            gradient, is_own = leaf.grad, leaf.grad is None
             if gradient is None:
                 gradient = torch.zeros_like(leaf, memory_format=torch.preserve_format).detach()
-            known = self._shared[id(leaf)] = Home(leaf, gradient.detach(), gradient.data_ptr(), False, gradient)
+            known = Home(leaf, gradient.detach(), gradient.data_ptr(), False, gradient, is_own)
+            self._shared[id(leaf)] = known
         if leaf.grad is None:
             self._is_new.add(id(leaf))
             known.tensor.zero_()
@@ -100,9 +112,23 @@ class GradientHomes:
         """A look at several of these at once, good as long as nothing is added to them."""
         return QuickLook({id(home.leaf): home for each in homes for home in each._homes.values()}.values())
 
-    def settle(self) -> None:
+    def settle(self) -> Guests:
         """Before a replay that accumulates: see :meth:`QuickLook.settle`."""
-        self._look.settle()
+        return self._look.settle()
+
+    def hand_out(self, guests: Guests) -> None:
+        """After a replay: give the gradients that stand for these homes what was accumulated."""
+        for number, gradient in guests.items():
+            home = self._homes.get(number)
+            if home is not None:
+                gradient.copy_(home.tensor)
+
+    def hide_new(self) -> None:
+        """After a capture: leaves that had no gradient have none until a backward gives them one."""
+        for home in self._homes.values():
+            if id(home.leaf) in self._is_new and home.leaf.grad is home.shown:
+                home.leaf.grad = None
+        self._is_new.clear()
 
 
 class QuickLook:
@@ -111,38 +137,53 @@ class QuickLook:
     def __init__(self, homes: Iterable[Home]) -> None:
         self._homes = list(homes)
         self._addresses = [home.address for home in self._homes]
+        self._inside = frozenset(self._addresses)
         self._main = [home for home in self._homes if home.is_main_grad]
         self._plain = [home for home in self._homes if not home.is_main_grad]
         self._main_leaves = [home.leaf for home in self._main]
         self._plain_leaves = [home.leaf for home in self._plain]
         self._plain_attributes = [leaf.__dict__ for leaf in self._plain_leaves]
 
-    def settle(self) -> None:
-        """Make every ``.grad`` its home again, with the value that it stands for.
+    def settle(self) -> Guests:
+        """See that every home holds what its ``.grad`` stands for.
 
-        ``None`` means zero (``zero_grad(set_to_none=True)``); another tensor is copied in. A gradient that somebody
+        ``None`` means zero (``zero_grad(set_to_none=True)``), and the home is shown again. Another tensor that the loop
+        has put there stays there: its values are copied in, and out again after the replay. A gradient that somebody
         has kept from before stays as it is: it gets memory of its own. Costs about 0.2 microseconds a parameter where
         the loop left ``.grad`` alone, and one launch for all that were set to ``None``.
 
+        Returns:
+            Those other tensors, by identity of the leaf.
+
         Raises:
             StaleAddressError: a gradient that the recording writes has moved where this class cannot follow.
+            LifecycleError: a gradient is kept through another tensor over its memory, and would be overwritten.
         """
+        guests: Guests = {}
         if self.all_at_home():
-            return
-        to_zero = []
+            return guests
+        changed = []
         for home in self._homes:
             if _is_stale(home):
                 raise StaleAddressError(_how_it_moved(home), where="before a backward replay", fix=_FIX)
             gradient = home.leaf.grad
-            if home.is_main_grad or gradient is home.shown:
-                continue
-            if gradient is None:
-                to_zero.append(home.tensor)
-            else:
-                home.tensor.copy_(gradient)
-            _show(home)
+            if not home.is_main_grad and gradient is not home.shown:
+                _refuse_alias(home)
+                # What lies in some home's memory is taken out before any home changes.
+                is_inside = gradient is not None and gradient.data_ptr() in self._inside
+                changed.append((home, gradient.clone() if is_inside and gradient is not None else gradient, is_inside))
+        for home, gradient, is_inside in changed:
+            if gradient is None or is_inside:
+                _show(home)
+        to_zero = [home.tensor for home, gradient, _ in changed if gradient is None]
         if to_zero:
             torch._foreach_zero_(to_zero)
+        for home, gradient, is_inside in changed:
+            if gradient is not None:
+                home.tensor.copy_(gradient)
+                if not is_inside:
+                    guests[id(home.leaf)] = gradient
+        return guests
 
     def has_hooks(self) -> bool:
         """True if one of the leaves has a hook on its gradient."""
@@ -165,12 +206,26 @@ def _fits(gradient: Tensor, leaf: Tensor) -> bool:
 def _is_stale(home: Home) -> bool:
     main = getattr(home.leaf, "main_grad", None)
     has_moved = home.shown.data_ptr() != home.address
-    return has_moved or (main is not home.shown if home.is_main_grad else main is not None)
+    if home.is_main_grad:
+        return has_moved or main is not home.shown
+    return main is not None or (has_moved and home.leaf.grad is home.shown)
+
+
+def _refuse_alias(home: Home) -> None:
+    if home.num_holders and sum(torch_private.HolderCount([home.tensor]).now()) > home.num_holders:
+        raise LifecycleError(
+            f"the gradient of a parameter of shape {tuple(home.leaf.shape)} is still kept through another tensor over "
+            "its memory (detach(), .data or a view of .grad), which the next backward would overwrite",
+            where="before a backward replay",
+            fix="keep a clone of it, or the .grad tensor itself",
+        )
 
 
 def _show(home: Home) -> None:
     """Let ``.grad`` be the home, and not a tensor that somebody has kept."""
-    if sys.getrefcount(home.shown) > _UNHELD:
+    if home.shown.data_ptr() != home.address:
+        home.shown = home.tensor.detach()  # The loop has given the old one other memory.
+    elif sys.getrefcount(home.shown) > _UNHELD:
         kept = home.shown
         home.shown = home.tensor.detach()
         with torch.no_grad():

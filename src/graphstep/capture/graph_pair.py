@@ -10,8 +10,10 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from graphstep.capture.fast_check import all_same
 from graphstep.capture.gradients import (
     GradientHomes,
+    Guests,
     has_gradient_hooks,
     hooks_off,
     leaves_reached,
@@ -141,11 +143,25 @@ class GraphPair:
         own = {id(tensor) for tensor in inputs}
         trained: list[Tensor] = []
 
+        def call() -> list[Tensor]:
+            carried = unflatten(self.signature.structure, inputs)
+            arguments, named = carried
+            with self.signature.ambient.entered(self.session.device.type):
+                results = flatten(self.region.function(*arguments, **named))[0]
+            tensors, structure = flatten(carried)
+            if structure != self.signature.structure or not all_same(inputs, tensors):
+                raise CaptureError(
+                    "this region changes a list, dict or object among its arguments; a replay would change a copy",
+                    where=self.region.name,
+                    fix="return what is new, or leave this module out of the captured ones",
+                )
+            return results
+
         def both_halves() -> None:
             torch.clear_autocast_cache()  # The caller may be inside of autocast, and the last run has filled it.
             versions = [tensor._version for tensor in inputs]
             start = moment()
-            outputs = [output for output in flatten(self._call(inputs))[0] if output.requires_grad]
+            outputs = [output for output in call() if output.requires_grad]
             if [tensor._version for tensor in inputs] != versions:
                 raise CaptureError(
                     "this region writes into its arguments; a replay would write into copies of them",
@@ -210,7 +226,7 @@ class GraphPair:
         return result
 
     def _run_backward(self) -> list[Tensor | None]:
-        outputs = [output for output, wanted in zip(self.outputs, self.differentiable, strict=True) if wanted]
+        outputs = [output for output, g in zip(self.outputs, self.grad_outputs, strict=True) if g is not None]
         given = [gradient for gradient in self.grad_outputs if gradient is not None]
         wanted_inputs = [tensor for tensor in self.inputs if tensor.requires_grad]
         exposed = [self._aliases.current_leaf(parameter) for parameter in self.exposed]
@@ -361,11 +377,26 @@ class GraphPair:
             elif static.data_ptr() != given.data_ptr() or static.stride() != given.stride():
                 static.copy_(given)
 
-    def launch_backward(self) -> None:
+    @property
+    def landmark(self) -> Tensor | None:
+        """A parameter whose gradient the backward half accumulates, without hooks that autograd would run."""
+        return next((p for p in self._parameters if not torch_private.post_accumulate_hooks(p)), None)
+
+    def gets_unknown(self, given: Sequence[Tensor | None]) -> bool:
+        """True if a result has a gradient for which the backward half has no place."""
+        return any(g is not None and place is None for g, place in zip(given, self.grad_outputs, strict=False))
+
+    def misses_some(self, given: Sequence[Tensor | None]) -> bool:
+        """True if a result has no gradient although it had one at the capture."""
+        return any(g is None and place is not None for g, place in zip(given, self.grad_outputs, strict=False))
+
+    def launch_backward(self, guests: Guests) -> None:
         """Replay the backward half, unless the pair after has launched it with its own; then run what follows."""
         if self.backward is not None:
             self.backward.replay()
             self.stats.num_launches += 1
+        if guests:
+            self.homes.hand_out(guests)
         if torch_private.any_post_accumulate_hooks(self._parameters):
             for parameter in self._parameters:
                 # One that moves `.grad` to `main_grad` finds None there: the recording added to `main_grad` itself.

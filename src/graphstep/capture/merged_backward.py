@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -13,13 +14,23 @@ from graphstep.capture.graph_pair import GraphPair
 def by_graph(pairs: Sequence[GraphPair]) -> list[tuple[int, int]]:
     """First and end of those that are launched together."""
     starts = [index for index, pair in enumerate(pairs) if pair.forward is not None]
-    return list(zip(starts, [*starts[1:], len(pairs)], strict=True))
+    return list(pairwise([*starts, len(pairs)]))
 
 
-def is_partial(graph: Sequence[GraphPair], given: Sequence[Sequence[Tensor | None]]) -> bool:
-    """True if not all of a graph of several pairs has been called, or a result inside of it has another use."""
-    inside = [gradient for gradients in given[: len(graph) - 1] for gradient in gradients]
-    return len(graph) > 0 and (graph[-1].backward is None or any(gradient is not None for gradient in inside))
+def is_partial(graph: Sequence[GraphPair], given: Sequence[Sequence[Tensor | None]], *, is_chained: bool) -> bool:
+    """True if the backward half of a graph is not what is asked for.
+
+    Not all of its pairs may have been called, a result inside of it may have another use, or other results than at the
+    capture may have gradients.
+    """
+    inside = [gradient for gradients in given[:-1] for gradient in gradients]
+    last = graph[-1]
+    return (
+        last.backward is None
+        or any(gradient is not None for gradient in inside)
+        or (not is_chained and last.misses_some(given[-1]))
+        or last.gets_unknown(given[-1])
+    )
 
 
 def recomputed(

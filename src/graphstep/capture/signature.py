@@ -53,12 +53,13 @@ class AmbientState:
     """Enabled, dtype, weight cache."""
     deterministic: bool
     matmul_precision: str
+    default_dtype: torch.dtype
 
     @classmethod
     def now(cls, device_type: str) -> AmbientState:
         """The modes of this thread at this moment."""
-        grad, inference, enabled, dtype, cache, deterministic, precision = ambient_key(device_type)
-        return cls(grad, inference, (enabled, dtype, cache), deterministic, precision)
+        grad, inference, enabled, dtype, cache, *others = ambient_key(device_type)
+        return cls(grad, inference, (enabled, dtype, cache), *others)
 
     @property
     def key(self) -> tuple[Any, ...]:
@@ -69,6 +70,7 @@ class AmbientState:
             *self.autocast,
             self.deterministic,
             self.matmul_precision,
+            self.default_dtype,
         )
 
     @contextmanager
@@ -140,6 +142,7 @@ def ambient_key(device_type: str) -> tuple[Any, ...]:
         torch.is_autocast_cache_enabled(),
         torch.are_deterministic_algorithms_enabled(),
         _matmul_precision(),
+        torch.get_default_dtype(),
     )
 
 

@@ -151,6 +151,15 @@ def _mapping(kind: Any, pairs: dict[Any, Any]) -> Any:
     return pairs if kind is dict else kind(pairs)
 
 
+def values_of(structure: Node | Value) -> Iterator[Any]:
+    """Everything in a structure that is no tensor and no container."""
+    if isinstance(structure, Value):
+        yield structure.value
+    else:
+        for child in structure.children:
+            yield from values_of(child)
+
+
 def tensor_paths(structure: Node | Value, root: str = "") -> list[str]:
     """How the user would write each tensor of the structure: ``['tokens']``, ``[0].mask``."""
     if isinstance(structure, Value):

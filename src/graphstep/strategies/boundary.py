@@ -51,6 +51,10 @@ class StepBoundary:
             self._handle = register_optimizer_step_post_hook(stepped)
             weakref.finalize(self, self._handle.remove)
 
+    def has_stepped(self) -> bool:
+        """True if an optimizer of torch has stepped."""
+        return self._versions is not None and self._has_stepped
+
     def has_passed(self) -> bool:
         """Asked with nothing in flight: true once the step is over."""
         if self._versions is None:

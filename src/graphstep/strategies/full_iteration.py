@@ -130,8 +130,9 @@ class FullCudaGraphWrapper:
         # The copies run while the host checks; should it refuse, they have changed nothing but the graph's own inputs.
         iteration.static.load_tensors(tensors)
         verify(iteration.graph.watched, "full_iteration, before replay")
-        iteration.homes.settle()
+        guests = iteration.homes.settle()
         iteration.graph.recording.replay()
+        iteration.homes.hand_out(guests)
         stats.num_replays += 1
         losses: Tensor = iteration.graph.recording.result
         return losses.detach().clone()

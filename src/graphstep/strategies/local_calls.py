@@ -25,7 +25,7 @@ from graphstep.capture.tree import flatten
 from graphstep.config import MismatchPolicy
 from graphstep.engine import torch_private
 from graphstep.errors import CaptureError, InputMismatchError
-from graphstep.strategies.local_observed import ObservedCalls
+from graphstep.strategies.local_observed import ObservedCalls, is_subclassed
 
 _training_of: Final = attrgetter("training")
 _OBSERVED: Final = frozenset(
@@ -191,8 +191,23 @@ class RegionCalls:
         if self._is_debugging:
             host.verify()
         tensors, _ = flatten((arguments, named))
+        if not host.is_required and any(tensor.layout is not torch.strided for tensor in tensors):
+            return self._eager(EagerReason.OTHER_SIGNATURE, arguments, named)
         signature = Signature.of((arguments, named), device_type=host.device_type, modules=self.region.modules)
+        return self._replayed(signature, tensors, arguments, named)
+
+    def _replayed(
+        self,
+        signature: Signature,
+        tensors: Sequence[Tensor],
+        arguments: tuple[Any, ...],
+        named: dict[str, Any],
+    ) -> Any:
+        """Replay the call, or run it eagerly for a reason."""
+        host = self._host
         links = self.links.get(signature)
+        if links is not None and any(map(is_subclassed, tensors)):
+            return self._eager(EagerReason.OTHER_SIGNATURE, arguments, named)
         if links is None:
             reason = self._why_no_signature(signature)
         else:

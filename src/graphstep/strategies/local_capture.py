@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
@@ -203,6 +204,12 @@ class _Capturing:
         order, session = self.order, self.order.session
         variant, slot = key
         call = order.plan.calls[key]
+        if call.refusal:
+            raise CaptureError(
+                f"it was called with {call.refusal}: what that computes or reads is not known to a graph",
+                where=variant.region.name,
+                fix="give it plain tensors and values, and make modules that it uses its submodules",
+            )
         owned = {entry.facts[0]: entry.tensor for entry in session.manifest if entry.facts is not None}
         before = self.pairs[call.follows] if call.follows is not None else None
         inputs, in_place, chained = [], set(), {}
@@ -239,20 +246,24 @@ class _Capturing:
             if variant in self.warm:
                 pair.warm_up_as(self.warm[variant])
             else:
-                pair.warm_up(order.num_warmup_runs)
+                with self._refuse_counting(pair):
+                    pair.warm_up(order.num_warmup_runs)
                 self.warm[variant] = pair
-                self._refuse_counting(variant.region)
         return pair
 
-    def _refuse_counting(self, region: Region) -> None:
-        attributes = self.order.attributes.get(region)
-        counted = attributes.counted() if attributes is not None else []
-        if counted:
-            raise CaptureError(
-                f"each run changes {', '.join(counted)}; a replay runs no Python, and would go on with one value",
-                where=region.name,
-                fix="keep it in a buffer and update that in place, or change it outside of the captured module",
-            )
+    @contextmanager
+    def _refuse_counting(self, pair: GraphPair) -> Iterator[None]:
+        """Refuse what the body, a warmup, does to attributes and a replay could not do; then they are as before."""
+        attributes = self.order.attributes.get(pair.region)
+        before = attributes.again() if attributes is not None else None
+        try:
+            yield
+            if before is not None:
+                before.refuse_changes(pair.region.name, pair._observation.externals)
+        except BaseException:
+            if before is not None:
+                before.put_back()
+            raise
 
     def _forward(self, segment: list[Key]) -> None:
         pairs = [self.pairs.get(key) or self._make(key) for key in segment]
@@ -276,8 +287,9 @@ class _Capturing:
         last = pairs[-1]
         consumer = self._follower(segment[-1])
         grad_outputs: list[Tensor | None] = [None] * len(last.outputs)
+        used = self.order.plan.calls[segment[-1]].used
         for index, (output, wanted) in enumerate(zip(last.outputs, last.differentiable, strict=True)):
-            if wanted:
+            if wanted and (not used or index in used):
                 found = _gradient_for(consumer, last, index)
                 grad_outputs[index] = torch.zeros_like(output, requires_grad=False) if found is None else found
         with _flags_of(*(variant for variant, _ in segment)):
@@ -311,7 +323,7 @@ class _Capturing:
                 place[key] = [key]
                 chains.append(place[key])
         for keys in chains:
-            for key, following in zip(keys, keys[1:], strict=False):
+            for key, following in pairwise(keys):
                 readers = self.pairs[key].readers
                 readers[:] = [each for each in readers if each() is not self.pairs[following]]
         return [

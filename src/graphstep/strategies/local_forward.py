@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import nn
 
 from graphstep.errors import Problem
@@ -14,11 +15,13 @@ from graphstep.models.segments import SegmentedModule
 class InstalledForward:
     """What stands in a module's ``__dict__`` while it is captured. Copies of it run their own forward."""
 
-    def __init__(self, module: nn.Module, forward: Callable[..., Any]) -> None:
-        self._module, self._forward = module, forward
+    def __init__(self, module: nn.Module, forward: Callable[..., Any], own: Callable[..., Any]) -> None:
+        self._module, self._forward, self._own = module, forward, own
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
-        """Run the captured module."""
+        """Run the captured module; under ``torch.compile`` what it stands for."""
+        if torch.compiler.is_compiling():
+            return self._own(*arguments, **named)
         return self._forward(*arguments, **named)
 
     def runs(self, forward: Callable[..., Any]) -> bool:

@@ -39,7 +39,7 @@ class GraphedModule:
 
     def install(self) -> None:
         """Put the region in place of the module's forward, on the instance. Module hooks fire as before."""
-        self.module.__dict__["forward"] = InstalledForward(self.module, self.forward)
+        self.module.__dict__["forward"] = InstalledForward(self.module, self.forward, own_forward(self.module))
 
     def remove(self) -> None:
         """Put the module's own ``forward`` back. May be called twice."""
@@ -130,7 +130,7 @@ def graphed_modules(model: nn.Module, regions: Mapping[str, str], make_calls: Ma
         matching = [
             module
             for module in model.modules()
-            if _matches(paths[id(module)], pattern) and type(module).forward is not nn.Module.forward
+            if _matches(paths[id(module)], pattern) and getattr(type(module), "forward", None) is not nn.Module.forward
         ]
         if not matching:
             problems.append(_no_match(model, pattern))

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from graphstep.capture.chain import Handover, Place
 from graphstep.capture.plan import Key, PlanObserver
 from graphstep.capture.region import Region
 from graphstep.capture.signature import Signature
+from graphstep.capture.tree import values_of
 from graphstep.engine import torch_private
 
 
@@ -49,6 +51,7 @@ class ObservedCalls:
     ) -> tuple[ObservedCall, tuple[Any, ...], dict[str, Any]]:
         """A call begins. Returns it with the arguments to run it with."""
         key = observer.forward(caller.region, signature, tensors, taken=taken)
+        observer.plan.calls[key].refusal = _refusal(tensors, signature)
         call = ObservedCall(observer, key, arguments, named)
         before, self._last = self._last, call
         is_first = key not in self._seen
@@ -76,6 +79,12 @@ class ObservedCall:
         closing, self._closing = self._closing, None
         self.observer.outputs(*self.key, outputs)
         differentiable = [tensor for tensor in outputs if tensor.requires_grad]
+        call = self.observer.plan.calls[self.key]
+        if call.used is None and len(differentiable) > 1:
+            used = call.used = set()
+            for index, tensor in enumerate(outputs):
+                if tensor.requires_grad:
+                    tensor.register_hook(partial(_note, used, index))
         if differentiable and closing is not None:
             torch.autograd.graph.register_multi_grad_hook(differentiable, closing.backward_begins, mode="any")
         self._outputs = [(weakref.ref(tensor), _state(tensor)) for tensor in outputs]
@@ -161,6 +170,21 @@ class _Closing:
     def __del__(self) -> None:
         if self._is_open:
             self._observer.dropped(*self._key)
+
+
+def _refusal(tensors: Sequence[Tensor], signature: Signature) -> str:
+    kinds = {type(tensor).__name__ for tensor in tensors if is_subclassed(tensor)}
+    kinds |= {type(value).__name__ for value in values_of(signature.structure) if isinstance(value, nn.Module)}
+    return f"an argument of type {', '.join(sorted(kinds))}" if kinds else ""
+
+
+def is_subclassed(tensor: Tensor) -> bool:
+    """True for a tensor with a class of its own, which may compute what it likes."""
+    return type(tensor) is not Tensor and type(tensor) is not nn.Parameter
+
+
+def _note(used: set[int], index: int, _gradient: Tensor) -> None:
+    used.add(index)
 
 
 def _places(arguments: tuple[Any, ...], named: dict[str, Any]) -> Iterator[tuple[Place, Any]]:

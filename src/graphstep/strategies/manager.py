@@ -6,6 +6,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping
 from types import TracebackType
+from typing import Final
 
 import torch
 from torch import nn
@@ -29,6 +30,9 @@ from graphstep.strategies.local_capture import Order, RegionFailedError, capture
 from graphstep.strategies.local_layers import GraphedModule, Named, graphed_layers, graphed_modules
 from graphstep.strategies.local_observed import ObservedCalls
 from graphstep.strategies.local_problems import modules_and_regions, nothing_to_capture, other_strategy
+
+_MAX_UNCHECKED: Final = 256
+"""Calls after which addresses are checked although something is in flight: it may be so for ever."""
 
 
 class CudaGraphManager:
@@ -92,6 +96,7 @@ class CudaGraphManager:
         self._chains = CapturedChains(self.session, self._config.max_signatures, self._config.capture_after)
         self._hits: Counter[tuple[Region, Signature]] = Counter()
         self._num_open = 0
+        self._num_unchecked = 0
         self._modules = self._find(regions)
         for module in self._modules:
             module.install()
@@ -126,12 +131,16 @@ class CudaGraphManager:
             StaleAddressError: a parameter, buffer or gradient has moved since the capture, or a module was replaced.
             CaptureError: see :meth:`end_step`.
         """
-        if self._num_open:
-            return
         observer = self.observer
-        is_waiting = observer is not None and bool(observer.plan.events) and not observer.num_in_flight
-        if self._is_automatic and is_waiting and self._boundary.has_passed():
-            self._capture_observed()
+        if observer is not None and self._is_automatic and observer.plan.events:
+            # A forward whose result is kept without a backward may wait for ever: the update of the weights counts.
+            is_quiet = not (self._num_open or observer.num_in_flight)
+            if self._boundary.has_stepped() or (is_quiet and self._boundary.has_passed()):
+                self._capture_observed()
+        self._num_unchecked += 1
+        if self._num_open and self._num_unchecked < _MAX_UNCHECKED:
+            return
+        self._num_unchecked = 0
         if self._watched is None:
             return
         self.verify()
@@ -265,7 +274,12 @@ class CudaGraphManager:
                 where="local, after the capture",
                 fix="write into the tensors (copy_, add_, mul_)",
             )
-        self._watched = watched
+        self._watched = self.session.watch([(path, module.module) for path, module in self._captured_modules()])
+        for chain in chains:
+            for pair in chain.pairs:
+                pair.homes.hide_new()
+        for home in self.session.gradient_homes.values():
+            home.note_holders()
         self._chains.add(chains, self._regions)
         for variant, _ in plan.calls:
             self._hits.pop((variant.region, variant.signature), None)
@@ -281,6 +295,10 @@ class CudaGraphManager:
 
     def _look_anew(self) -> None:
         self._look = FastLook(calls.current.attributes for calls in self._regions.values() if calls.current is not None)
+
+    def _captured_modules(self) -> list[tuple[str, GraphedModule]]:
+        paths = {id(module): path for path, module in self._model.named_modules()}
+        return [(paths.get(id(module.module), ""), module) for module in self._modules]
 
     def _release(self, chains: list[Chain]) -> None:
         for chain in chains:
