@@ -2,50 +2,59 @@
 
 from __future__ import annotations
 
+import pickle
+import random
+import sys
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
-from itertools import repeat
-from types import ModuleType
+from dataclasses import dataclass, field
+from enum import Enum
+from itertools import chain, repeat
+from operator import is_
+from types import MemberDescriptorType, ModuleType
 from typing import Any, Final
 
+import numpy as np
 from torch import Tensor, nn
 
 from graphstep.capture.fast_check import all_same
+from graphstep.engine import torch_private
+from graphstep.errors import CaptureError
 
 _GONE: Final = object()
 _MODULE_HOOKS: Final = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _PLAIN: Final = (bool, int, float, str)
 _TENSOR_HOOKS: Final = ("_backward_hooks", "_post_accumulate_grad_hooks")
+_SEQUENCES: Final = (list, tuple, deque, set, frozenset)
+_OF_LIBRARIES: Final = frozenset(sys.stdlib_module_names) - {"types", "argparse"} | {"torch", "numpy"}
+"""Not looked into, except for namespaces: loggers, locks and the like change without a meaning."""
+_DEPTH: Final = 3
+_MOST_ENTRIES: Final = 1000
+
+Named = tuple[str, nn.Module]
 
 
 class Attributes:
     """Plain attributes of some modules, and the hooks on them and their parameters, as they were when noted.
 
-    What lies directly in an attribute that is a dict or an object of the user's own counts as well.
+    What lies in an attribute that is a list, tuple, deque, set, dict or an object of the user's own counts as well, and
+    what lies in that, three levels deep; of more than a thousand entries in one place only their number. So do the own
+    attributes and ``training`` of a module that lies there.
 
-    Numbers, strings and flags are compared by value, everything else by identity. ``training`` is left to the
-    signature of the call.
+    Numbers, strings and flags are compared by value, everything else by identity. ``training`` of the modules
+    themselves is left to the signature of the call, and so is ``forward`` of the first one, which is replaced.
 
     Args:
-        modules: name and module, each once.
+        modules: name and module, each once; first the one whose forward is captured.
         hooks_of: name and module of those whose hooks run inside the recording.
         parameters_of: name and module of those whose parameters' hooks run inside the recording.
     """
 
     def __init__(
-        self,
-        modules: Iterable[tuple[str, nn.Module]],
-        *,
-        hooks_of: Iterable[tuple[str, nn.Module]] = (),
-        parameters_of: Iterable[tuple[str, nn.Module]] = (),
+        self, modules: Iterable[Named], *, hooks_of: Iterable[Named] = (), parameters_of: Iterable[Named] = ()
     ) -> None:
-        left_out = {*vars(nn.Module()), "forward"}
-        self._noted = [
-            noted
-            for path, module in modules
-            for name, value in module.__dict__.items()
-            if name not in left_out
-            for noted in _entries(_join(path, name), module.__dict__, name, value)
-        ]
+        self._modules = list(modules)
+        self._noted = _walk(self._modules)
         self._module_hooks: list[tuple[str, Mapping[int, Any], tuple[int, ...]]] = []
         self._tensor_hooks: list[tuple[str, Tensor, str, tuple[int, ...]]] = []
         for path, module in hooks_of:
@@ -62,28 +71,19 @@ class Attributes:
         self._look = FastLook([self])
 
     def ignore_changed(self) -> None:
-        """Leave out those that have another value by now: the captured function sets them itself."""
-        changed = set(self.changed())
-        self._noted = [noted for noted in self._noted if noted[0] not in changed]
+        """Leave out those that have another value by now, or are new: the captured function sets them itself."""
+        if self._look.holds():
+            return
+        now = _walk(self._modules)
+        gone = {p for p, value in self._noted.values.items() if not _is_same(now.values.get(p, _GONE), value)}
+        self._noted = now.without({*gone, *(path for path in now.values if path not in self._noted.values)})
         self._look = FastLook([self])
-
-    def counted(self) -> list[str]:
-        """Numbers, texts and flags that are no longer as they were, with both values."""
-        return [
-            f"{path} ({value!r} before, {attributes[name]!r} after)"
-            for path, attributes, name, value in self._noted
-            if isinstance(value, _PLAIN) and name in attributes and not _is_equal(attributes[name], value)
-        ]
 
     def changed(self) -> list[str]:
         """The paths of what is not as it was. Cost: less than 0.1 microseconds an attribute or kind of hook."""
         if self._look.holds():
             return []
-        found = [
-            path
-            for path, attributes, name, value in self._noted
-            if attributes.get(name, _GONE) is not value and not _is_equal(attributes.get(name, _GONE), value)
-        ]
+        found = self._noted.changed()
         found += [path for path, hooks, before in self._module_hooks if (hooks or before) and tuple(hooks) != before]
         for path, parameter, name, before in self._tensor_hooks:
             hooks_now = getattr(parameter, name, None)
@@ -91,16 +91,103 @@ class Attributes:
                 found.append(path)
         return found
 
+    # ----- around a run
+
+    def again(self) -> Attributes:
+        """The attributes of the same modules as they are now, those that were left out as well; no hooks."""
+        return Attributes(self._modules)
+
+    def put_back(self) -> None:
+        """Give attributes, what lies in them, and generators of random numbers the values that were noted."""
+        self._noted.put_back()
+
+    def refuse_changes(self, where: str, used: Iterable[Tensor]) -> None:
+        """Refuse what a run since has done and a replay could not do again.
+
+        Args:
+            where: name of the region that has run.
+            used: tensors over the storages that existed before the run, and that it used.
+
+        Raises:
+            CaptureError: it counted, kept a history, carried a tensor over to the next run, left one that has a
+                gradient, or drew random numbers on the host.
+        """
+        now = _walk(self._modules)
+        drawn = [path for path, generator, state in self._noted.generators if _state_of(generator) != state]
+        if drawn:
+            raise CaptureError(
+                f"each run draws host randomness from {', '.join(drawn)}; a replay runs no Python, and would go on "
+                "with the numbers of the capture",
+                where=where,
+                fix="draw on the device with torch, or draw outside of the captured module and give it as an argument",
+            )
+        counted = list(self._noted.counted(now))
+        if counted:
+            raise CaptureError(
+                f"each run changes {', '.join(counted)}; a replay runs no Python, and would go on with one value",
+                where=where,
+                fix="keep it in a buffer and update that in place, or change it outside of the captured module",
+            )
+        storages = {_storage_of(tensor) for tensor in used} - {None}
+        carried = [
+            path
+            for path, value in self._noted.values.items()
+            if isinstance(value, Tensor)
+            and now.values.get(path) is not value
+            and _storage_of(value) in storages
+            and _storage_of(now.values.get(path)) != _storage_of(value)
+        ]
+        if carried:
+            raise CaptureError(
+                f"each run reads the tensor in {', '.join(carried)} and replaces it by another one; a replay would "
+                "read the one of the capture",
+                where=where,
+                fix="keep it in a buffer and write into that (copy_)",
+            )
+        computed = {_join(path, name) for path, module in self._modules for name in _set_by_hooks(module)}
+        left = [
+            path
+            for path, value in now.values.items()
+            if isinstance(value, Tensor)
+            and value.requires_grad
+            and self._noted.values.get(path) is not value
+            and path not in computed
+        ]
+        if left:
+            raise CaptureError(
+                f"each run leaves a tensor with a gradient in {', '.join(left)}; after a replay it would belong to no "
+                "graph of autograd",
+                where=where,
+                fix="return it from the captured module, or detach it if only its value is wanted",
+            )
+
 
 class FastLook:
     """For several of them: answers "surely as they were", or "look closer", at the speed of C."""
 
     def __init__(self, watched: Iterable[Attributes]) -> None:
         watched = list(watched)
-        noted = [each for attributes in watched for each in attributes._noted]
-        self._attributes = [attributes for _, attributes, _, _ in noted]
-        self._names = [name for _, _, name, _ in noted]
-        self._values = [value for _, _, _, value in noted]
+        noted = [each._noted for each in watched]
+        # Modules share configurations: once is enough.
+        entries = {(id(owner), name): (owner, name) for each in noted for _, owner, name, _ in each.entries}
+        values = {(id(owner), name, id(value)): value for each in noted for _, owner, name, value in each.entries}
+        self._is_possible = len(entries) == len(values)
+        """Else two of them have noted different values of one attribute."""
+        self._attributes = [owner for owner, _ in entries.values()]
+        self._names = [name for _, name in entries.values()]
+        self._values = list(values.values())
+        sized = {id(owner): (owner, len(keys)) for each in noted for _, owner, keys in each.dicts}
+        sized.update((id(owner), (owner, size)) for each in noted for _, owner, size in each.large)
+        sequences = {id(owner): (owner, before) for each in noted for _, owner, before in each.sequences}
+        sized.update((number, (owner, len(before))) for number, (owner, before) in sequences.items())
+        self._sized = [owner for owner, _ in sized.values()]
+        self._sizes = [size for _, size in sized.values()]
+        self._sequences = [owner for owner, before in sequences.values() if before]
+        self._elements = [element for _, before in sequences.values() for element in before]
+        slots = [slot for each in noted for slot in each.slots]
+        self._slot_owners = [owner for _, owner, _, _ in slots]
+        self._slot_names = [name for _, _, name, _ in slots]
+        self._slot_values = [value for _, _, _, value in slots]
         module_hooks = {id(hooks): hooks for each in watched for _, hooks, _ in each._module_hooks}
         self._module_hooks = list(module_hooks.values())
         tensor_hooks = [(parameter, name) for each in watched for _, parameter, name, _ in each._tensor_hooks]
@@ -112,32 +199,245 @@ class FastLook:
     def holds(self) -> bool:
         """True if all attributes are the same objects, and there are no hooks and were none."""
         return (
-            not self._had_hooks
+            self._is_possible
+            and not self._had_hooks
             and not any(self._module_hooks)
             and not any(map(getattr, self._parameters, self._hook_names, repeat(None)))
-            and all_same(self._values, map(dict.get, self._attributes, self._names))
+            and list(map(len, self._sized)) == self._sizes
+            and all(map(is_, self._values, map(dict.get, self._attributes, self._names)))
+            and (not self._elements or all_same(self._elements, chain.from_iterable(self._sequences)))
+            and (
+                not self._slot_values
+                or all_same(self._slot_values, map(getattr, self._slot_owners, self._slot_names, repeat(_GONE)))
+            )
         )
 
 
-def _entries(path: str, owner: dict[str, Any], name: str, value: Any) -> Iterator[tuple[str, dict[str, Any], str, Any]]:
-    """An attribute, and what is directly in it if it is a plain object or a dict: planners and caches are such."""
-    yield path, owner, name, value
-    inside = value if type(value) is dict else _attributes_of(value)
-    yield from ((_join(path, key), inside, key, each) for key, each in inside.items() if isinstance(key, str))
+@dataclass(slots=True)
+class _Noted:
+    """What a walk has found."""
+
+    values: dict[str, Any] = field(default_factory=dict)
+    """Of every path."""
+    sizes: dict[str, int] = field(default_factory=dict)
+    """Numbers of entries of lists, dicts and the like."""
+    entries: list[tuple[str, dict[Any, Any], Any, Any]] = field(default_factory=list)
+    slots: list[tuple[str, Any, str, Any]] = field(default_factory=list)
+    dicts: list[tuple[str, dict[Any, Any], tuple[Any, ...]]] = field(default_factory=list)
+    """Those of modules and objects too, each with its keys."""
+    sequences: list[tuple[str, Any, tuple[Any, ...]]] = field(default_factory=list)
+    """Lists, deques and sets, each with what is in it."""
+    large: list[tuple[str, Any, int]] = field(default_factory=list)
+    generators: list[tuple[str, Any, Any]] = field(default_factory=list)
+
+    def changed(self) -> list[str]:
+        """The paths of what is not as it was."""
+        found = [path for path, owner, key, value in self.entries if not _is_same(owner.get(key, _GONE), value)]
+        found += [p for p, owner, name, value in self.slots if not _is_same(getattr(owner, name, _GONE), value)]
+        found += [path for path, owner, size in self.large if len(owner) != size]
+        for path, owner, before in self.sequences:
+            if isinstance(owner, set) or len(owner) != len(before):
+                found += [path] if len(owner) != len(before) or owner != set(before) else []
+            else:
+                pairs = enumerate(zip(owner, before, strict=True))
+                found += [f"{path}[{index}]" for index, (now, then) in pairs if not _is_same(now, then)]
+        for path, owner, keys in self.dicts:
+            if len(owner) != len(keys):
+                found += [_join(path, _named(key)) for key in owner.keys() - set(keys)]
+        return found
+
+    def counted(self, now: _Noted) -> Iterator[str]:
+        """Numbers, texts and flags that are no longer as they were, and what is kept in another way, in words."""
+        for path, value in self.values.items():
+            after = now.values.get(path, _GONE)
+            if isinstance(value, _PLAIN) and after is not _GONE and not _is_same(after, value):
+                yield f"{path} ({value!r} before, {after!r} after)"
+        for path, size in self.sizes.items():
+            if now.sizes.get(path, size) != size:
+                yield f"{path} ({size} entries before, {now.sizes[path]} after)"
+        for path, owner, before in self.sequences:
+            if len(owner) != len(before):
+                continue
+            is_moved = list(map(id, owner)) != list(map(id, before))
+            if isinstance(owner, list):  # A place that is only written is as good as an attribute.
+                is_moved = is_moved and sorted(map(id, owner)) == sorted(map(id, before))
+            if isinstance(owner, set):
+                is_moved = owner != set(before)
+            if is_moved:
+                yield f"{path} (its entries)"
+
+    def put_back(self) -> None:
+        """Give everything the value that was noted."""
+        for _, owner, keys in self.dicts:
+            for key in owner.keys() - set(keys):
+                del owner[key]
+        for _, owner, key, value in self.entries:
+            if owner.get(key, _GONE) is not value:
+                owner[key] = value
+        for _, owner, name, value in self.slots:
+            if value is _GONE and hasattr(owner, name):
+                object.__delattr__(owner, name)
+            elif getattr(owner, name, _GONE) is not value:
+                object.__setattr__(owner, name, value)
+        for _, owner, before in self.sequences:
+            if list(map(id, owner)) != list(map(id, before)):
+                owner.clear()
+                (owner.update if isinstance(owner, set) else owner.extend)(before)
+        for _, generator, state in self.generators:
+            if _state_of(generator) != state:
+                _set_state(generator, state)
+
+    def without(self, paths: set[str]) -> _Noted:
+        """All but these and what lies in them."""
+
+        def keeps(entry: tuple[Any, ...]) -> bool:
+            path = entry[0]
+            return path not in paths and not any(path[:end] in paths for end, sign in enumerate(path) if sign in ".[")
+
+        return _Noted(
+            values={path: value for path, value in self.values.items() if keeps((path,))},
+            sizes={path: size for path, size in self.sizes.items() if keeps((path,))},
+            entries=list(filter(keeps, self.entries)),
+            slots=list(filter(keeps, self.slots)),
+            dicts=list(filter(keeps, self.dicts)),
+            sequences=[each for each in self.sequences if keeps(each) and not _holds_any(each, paths)],
+            large=list(filter(keeps, self.large)),
+            generators=list(filter(keeps, self.generators)),
+        )
 
 
-def _attributes_of(value: Any) -> dict[str, Any]:
-    kind = type(value)
-    is_library = kind.__module__.partition(".")[0] in {"torch", "builtins", "numpy", "functools", "collections"}
-    if is_library or isinstance(value, (nn.Module, Tensor, type, ModuleType)) or callable(value):
-        return {}
-    found: dict[str, Any] = getattr(value, "__dict__", {})
+def _holds_any(sequence: tuple[str, Any, tuple[Any, ...]], paths: set[str]) -> bool:
+    """True if one of the paths is of an element: the whole is left out then."""
+    path, _, elements = sequence
+    return any(f"{path}[{index}]" in paths for index in range(len(elements)))
+
+
+def _walk(modules: Iterable[Named]) -> _Noted:
+    """Note everything, the nearest first, and each object once."""
+    modules = list(modules)
+    found = _Noted()
+    own = frozenset(vars(nn.Module()))
+    seen = {id(module) for _, module in modules}
+    level: list[tuple[str, Any]] = []
+    for index, (path, module) in enumerate(modules):
+        left_out = own if index else own | {"forward"}
+        level += _note_dict(found, path, module.__dict__, left_out)
+    for depth in range(_DEPTH + 1):
+        below: list[tuple[str, Any]] = []
+        for path, value in level:
+            found.values[path] = value
+            if value is None or isinstance(value, (*_PLAIN, Tensor)) or id(value) in seen:
+                continue
+            if isinstance(value, (*_SEQUENCES, dict)):
+                found.sizes[path] = len(value)
+            if depth < _DEPTH:
+                seen.add(id(value))
+                below += _look_into(found, path, value, own)
+        level = below
     return found
 
 
-def _is_equal(mine: Any, theirs: Any) -> bool:
-    return type(mine) is type(theirs) and isinstance(mine, _PLAIN) and bool(mine == theirs)
+def _look_into(found: _Noted, path: str, value: Any, own: frozenset[str]) -> list[tuple[str, Any]]:
+    """Note what lies directly in a value; returns it."""
+    if isinstance(value, (*_SEQUENCES, dict)):
+        is_fixed = isinstance(value, tuple | frozenset)
+        if len(value) > _MOST_ENTRIES:
+            found.large += [] if is_fixed else [(path, value, len(value))]
+            return []
+        if isinstance(value, dict):
+            return _note_dict(found, path, value)
+        if not is_fixed:
+            found.sequences.append((path, value, tuple(value)))
+        return [] if isinstance(value, set | frozenset) else [(f"{path}[{i}]", each) for i, each in enumerate(value)]
+    if isinstance(value, nn.Module):
+        return _note_dict(found, path, value.__dict__, own - {"training"})
+    state = _state_of(value)
+    if state is not None:
+        found.generators.append((path, value, state))
+        return []
+    return _look_into_object(found, path, value)
+
+
+def _look_into_object(found: _Noted, path: str, value: Any) -> list[tuple[str, Any]]:
+    kind = type(value)
+    if kind.__module__.partition(".")[0] in _OF_LIBRARIES or isinstance(value, type | ModuleType | Enum):
+        return []
+    if callable(value):
+        return []
+    inside: list[tuple[str, Any]] = []
+    if isinstance(getattr(value, "__dict__", None), dict):
+        inside += _note_dict(found, path, value.__dict__)
+    for base in kind.__mro__:
+        for name, member in vars(base).items():
+            if isinstance(member, MemberDescriptorType):
+                each = getattr(value, name, _GONE)
+                found.slots.append((_join(path, name), value, name, each))
+                inside.append((_join(path, name), each))
+    return inside
+
+
+def _note_dict(
+    found: _Noted, path: str, owner: dict[Any, Any], left_out: frozenset[str] = frozenset()
+) -> list[tuple[str, Any]]:
+    found.dicts.append((path, owner, tuple(owner)))
+    noted = [(_join(path, _named(key)), owner, key, value) for key, value in owner.items() if key not in left_out]
+    found.entries += noted
+    return [(entry[0], entry[-1]) for entry in noted]
+
+
+def _state_of(generator: Any) -> Any:
+    """State of a generator of random numbers on the host, to compare; ``None`` for anything else."""
+    if isinstance(generator, random.Random) and not isinstance(generator, random.SystemRandom):
+        return generator.getstate()
+    if isinstance(generator, np.random.RandomState):
+        return pickle.dumps(generator.get_state(legacy=False))
+    if isinstance(generator, np.random.Generator):
+        return pickle.dumps(generator.bit_generator.state)
+    return None
+
+
+def _set_state(generator: Any, state: Any) -> None:
+    if isinstance(generator, random.Random):
+        generator.setstate(state)
+    elif isinstance(generator, np.random.RandomState):
+        generator.set_state(pickle.loads(state))
+    else:
+        generator.bit_generator.state = pickle.loads(state)
+
+
+def _set_by_hooks(module: nn.Module) -> Iterator[str]:
+    """Attributes that a hook of the module computes for its own forward, as weight_norm and pruning do."""
+    for hook in module._forward_pre_hooks.values():
+        yield from (str(getattr(hook, name)) for name in ("name", "_tensor_name") if hasattr(hook, name))
+
+
+def _storage_of(value: Any) -> int | None:
+    if not isinstance(value, Tensor):
+        return None
+    try:
+        return torch_private.storage_key(value)
+    except (NotImplementedError, RuntimeError):  # Sparse: it has none.
+        return None
+
+
+def _is_same(mine: Any, theirs: Any) -> bool:
+    if mine is theirs:
+        return True
+    if type(mine) is not type(theirs):
+        return False
+    if isinstance(mine, tuple):
+        return len(mine) == len(theirs) and all(map(_is_same, mine, theirs))
+    return isinstance(mine, _PLAIN) and bool(mine == theirs)
+
+
+def _named(key: Any) -> str:
+    """A key as a part of a path. Never looks at tensors."""
+    if isinstance(key, str):
+        return key
+    parts = key if isinstance(key, tuple) else (key,)
+    is_plain = all(part is None or isinstance(part, _PLAIN) for part in parts)
+    return f"[{key!r}]" if is_plain else f"[{type(key).__name__} {id(key)}]"
 
 
 def _join(path: str, name: str) -> str:
-    return f"{path}.{name}" if path else name
+    return path + name if name.startswith("[") else f"{path}.{name}" if path else name
