@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import repeat
@@ -115,6 +115,14 @@ class GradientHomes:
     def settle(self) -> Guests:
         """Before a replay that accumulates: see :meth:`QuickLook.settle`."""
         return self._look.settle()
+
+    def accumulate(self, leaves: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
+        """Add gradients to the homes of these leaves, where they are."""
+        pairs = [(self.of(leaf), g) for leaf, g in zip(leaves, gradients, strict=True) if g is not None]
+        # One launch for all gradients of a dtype instead of one each; the arithmetic is that of `add_`.
+        for dtypes in dict.fromkeys((home.dtype, gradient.dtype) for home, gradient in pairs):
+            group = [pair for pair in pairs if (pair[0].dtype, pair[1].dtype) == dtypes]
+            torch._foreach_add_([home for home, _ in group], [gradient for _, gradient in group])
 
     def hand_out(self, guests: Guests) -> None:
         """After a replay: give the gradients that stand for these homes what was accumulated."""

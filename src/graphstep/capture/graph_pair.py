@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from operator import attrgetter
 from typing import Any, Final
 
@@ -25,10 +25,16 @@ from graphstep.capture.parameter_aliases import ParameterAliases
 from graphstep.capture.randomness import NoRandomness
 from graphstep.capture.region import Region
 from graphstep.capture.report import RegionStats
-from graphstep.capture.saved_tensors import CreatedStorages, SavedTensors, poison, saved_storages
+from graphstep.capture.saved_tensors import (
+    CreatedStorages,
+    SavedTensors,
+    poison,
+    saved_storages,
+    with_memory_of_their_own,
+)
 from graphstep.capture.session import GraphSession
-from graphstep.capture.signature import Signature, TensorLayout
-from graphstep.capture.static_inputs import own_entries, refresh
+from graphstep.capture.signature import Signature
+from graphstep.capture.static_inputs import refresh, static_like
 from graphstep.capture.tree import flatten, unflatten
 from graphstep.engine import Recording, torch_private
 from graphstep.errors import CaptureError, LifecycleError
@@ -236,8 +242,8 @@ class GraphPair:
         # As in a backward after the forward's modes have ended, whatever call has led to the capture.
         with hooks_off(exposed), torch.autocast(self.session.device.type, enabled=False), created:
             gradients = torch_private.gradients(outputs, [*wanted, *accumulated], given)
-        self._accumulate(gradients[len(wanted) :])
-        gradients = tuple(_with_memory_of_their_own(gradients[: len(wanted)], created))
+        self.homes.accumulate(self._parameters, gradients[len(wanted) :])
+        gradients = tuple(with_memory_of_their_own(gradients[: len(wanted)], created))
         found = iter(gradients)
         self.grad_inputs = [next(found) if tensor.requires_grad else None for tensor in self.inputs]
         self.exposed_gradients = list(found)
@@ -248,13 +254,6 @@ class GraphPair:
         with self.signature.ambient.entered(self.session.device.type):
             arguments, named = unflatten(self.signature.structure, inputs)
             return self.region.function(*arguments, **named)
-
-    def _accumulate(self, gradients: Sequence[Tensor | None]) -> None:
-        pairs = [(self.homes.of(p), g) for p, g in zip(self._parameters, gradients, strict=True) if g is not None]
-        # One launch for all gradients of a dtype instead of one each; the arithmetic is that of `add_`.
-        for dtypes in dict.fromkeys((home.dtype, gradient.dtype) for home, gradient in pairs):
-            group = [pair for pair in pairs if (pair[0].dtype, pair[1].dtype) == dtypes]
-            torch._foreach_add_([home for home, _ in group], [gradient for _, gradient in group])
 
     # Seam tensors whose memory the rest of the plan may use again become views that do not own it.
 
@@ -502,30 +501,5 @@ def capture_backwards(pairs: Sequence[GraphPair], grad_outputs: Sequence[Tensor 
             each.release_result()
 
 
-def _with_memory_of_their_own(gradients: Sequence[Tensor | None], created: CreatedStorages) -> Iterator[Tensor | None]:
-    """Gradients that others may be added to: copies of those that share memory with anything else."""
-    seen: set[int] = set()
-    for gradient in gradients:
-        if gradient is None:
-            yield None
-            continue
-        key = torch_private.storage_key(gradient)
-        is_shared = key in seen or gradient not in created or 0 in gradient.stride()
-        seen.add(key)
-        yield gradient.clone(memory_format=torch.contiguous_format) if is_shared else gradient
-
-
 def _together(pairs: Sequence[GraphPair]) -> Observation:
-    found = Observation()
-    for pair in pairs:
-        found.generators += [g for g in pair._observation.generators if g not in found.generators]
-        found.externals += pair._observation.externals
-        found.sources += pair._observation.sources
-    return found
-
-
-def static_like(layout: TensorLayout) -> Tensor:
-    """A tensor of zeros with a layout, outside of any pool."""
-    made = torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype, device=layout.device)
-    own_entries(made).zero_()
-    return made.requires_grad_(layout.requires_grad)
+    return Observation.joined([pair._observation for pair in pairs])

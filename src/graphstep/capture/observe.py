@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -37,6 +37,16 @@ class Observation:
     """It recomputes or offloads something: what autograd has saved is not to be looked at."""
     is_pure: bool = False
     """It wrote into nothing that existed before, and drew no random numbers."""
+
+    @classmethod
+    def joined(cls, each: Iterable[Observation]) -> Observation:
+        """What several functions used, as far as a capture of all of them has to know."""
+        found = cls()
+        for observation in each:
+            found.generators += [g for g in observation.generators if g not in found.generators]
+            found.externals += observation.externals
+            found.sources += observation.sources
+        return found
 
 
 def watch_run(function: Callable[[], T]) -> tuple[T, Observation]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -57,6 +57,19 @@ def nodes_behind(outputs: Iterable[Tensor]) -> list[Any]:
             seen[node] = None
             waiting.extend(following for following, _ in node.next_functions if following is not None)
     return list(seen)
+
+
+def with_memory_of_their_own(gradients: Sequence[Tensor | None], created: CreatedStorages) -> Iterator[Tensor | None]:
+    """Gradients that others may be added to: copies of those that share memory with anything else."""
+    seen: set[int] = set()
+    for gradient in gradients:
+        if gradient is None:
+            yield None
+            continue
+        key = torch_private.storage_key(gradient)
+        is_shared = key in seen or gradient not in created or 0 in gradient.stride()
+        seen.add(key)
+        yield gradient.clone(memory_format=torch.contiguous_format) if is_shared else gradient
 
 
 class SavedTensors:

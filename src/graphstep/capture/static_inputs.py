@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from graphstep.capture.signature import TensorLayout
 from graphstep.capture.tree import flatten, unflatten
 
 
@@ -69,3 +70,10 @@ def to_device(batch: Any, device: torch.device) -> Any:
     """The same nesting with every tensor on ``device``; tensors that are there already are not copied."""
     tensors, structure = flatten(batch)
     return unflatten(structure, [tensor.to(device, non_blocking=True) for tensor in tensors])
+
+
+def static_like(layout: TensorLayout) -> Tensor:
+    """A tensor of zeros with a layout, outside of any pool."""
+    made = torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype, device=layout.device)
+    own_entries(made).zero_()
+    return made.requires_grad_(layout.requires_grad)

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from graphstep.capture.attributes import Attributes
 from graphstep.capture.chain import Chain, Handover, Receiver
-from graphstep.capture.graph_pair import GraphPair, capture_backwards, capture_forwards, static_like
+from graphstep.capture.graph_pair import GraphPair, capture_backwards, capture_forwards
 from graphstep.capture.lanes import Lanes, lane_groups
 from graphstep.capture.observe import training_flags_kept
 from graphstep.capture.plan import Event, Key, Phase, Plan, Variant
@@ -23,6 +23,7 @@ from graphstep.capture.progress import CaptureProgress
 from graphstep.capture.region import Region
 from graphstep.capture.session import GraphSession
 from graphstep.capture.signature import TensorLayout
+from graphstep.capture.static_inputs import static_like
 from graphstep.engine.user_frame import user_line_of
 from graphstep.errors import CaptureError
 
