@@ -199,7 +199,7 @@ class GraphPair:
         self._known = set(map(torch_private.storage_key, known))
 
     def warm_up_as(self, other: GraphPair) -> None:
-        """Take over what the warmup of another pair of the same variant has found."""
+        """Take over what the warmup of another pair of the variant has found."""
         self._learn([*other._parameters, *other.exposed], other._observation)
         self._known = other._known
 
@@ -408,11 +408,8 @@ class GraphPair:
 
     def spoilt(self, versions: Sequence[int], *, is_read_by_next: bool) -> bool:
         """True if a result that the backward halves read was written into since it had these versions."""
-        now = self.versions()
-        return now != list(versions) and any(
-            before != after and (is_saved or is_read_by_next)
-            for before, after, is_saved in zip(versions, now, self._is_saved, strict=True)
-        )
+        pairs = zip(versions, self.versions(), self._is_saved, strict=True)
+        return any(before != after and (is_saved or is_read_by_next) for before, after, is_saved in pairs)
 
     def poison_dead(self) -> None:
         """Overwrite what nobody should read after the backward: results that no caller holds."""
@@ -440,7 +437,8 @@ def capture_forwards(pairs: Sequence[GraphPair]) -> None:
                 results.append(pair._run_forward())
         return results
 
-    recording = first.session.capture(first.stats, run, observation=_together(pairs), lane=first._lane)
+    observation = Observation.joined(pair._observation for pair in pairs)
+    recording = first.session.capture(first.stats, run, observation=observation, lane=first._lane)
     first.forward = recording
     for pair in pairs:
         pair._is_forward_captured = True
@@ -487,7 +485,8 @@ def capture_backwards(pairs: Sequence[GraphPair], grad_outputs: Sequence[Tensor 
                 before.grad_outputs = given
         return results
 
-    recording = last.session.capture(last.stats, run, observation=_together(pairs), lane=last._backward_lane)
+    observation = Observation.joined(pair._observation for pair in pairs)
+    recording = last.session.capture(last.stats, run, observation=observation, lane=last._backward_lane)
     last.backward = recording
     for pair in pairs:
         pair._is_backward_captured = True
@@ -499,7 +498,3 @@ def capture_backwards(pairs: Sequence[GraphPair], grad_outputs: Sequence[Tensor 
     for each in (first.forward, recording):
         if each is not None:
             each.release_result()
-
-
-def _together(pairs: Sequence[GraphPair]) -> Observation:
-    return Observation.joined([pair._observation for pair in pairs])

@@ -345,11 +345,11 @@ class _Capturing:
             return True
         if first.exposed or second.exposed:
             return False
+        # Their first events may lie in different microbatches, and so the other way round than they run.
+        places = [(g, _gradient_for(second, first, index)) for index, g in enumerate(first.grad_outputs)]
         return all(
-            _gradient_for(second, first, index) is not None
-            for index, wanted in enumerate(first.differentiable)
-            if wanted
-        )
+            found is not None and found.data_ptr() == place.data_ptr() for place, found in places if place is not None
+        ) and all(place is not None for (place, _), wanted in zip(places, first.differentiable, strict=True) if wanted)
 
 
 def _allocated(device: torch.device) -> int | None:
