@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from functools import partial
 from typing import Any
 
@@ -119,6 +120,9 @@ def test_recompute_around_layers_is_refused_where_graphs_are_required(device: to
         run.step(1)
     assert caught.value.where == "layers.0"
     run.strategy.close()
+    # Before torch 2.13 a checkpoint whose function has failed stays active as long as the error is kept.
+    del caught
+    gc.collect()
 
 
 class RecomputedMlp(Layer):

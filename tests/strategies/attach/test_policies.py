@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -398,6 +399,7 @@ def test_recompute_around_layers_is_refused(device: torch.device) -> None:
     with pytest.raises(CaptureError, match="recompute"):
         steps(3, 1)(loop)
     loop.close()
+    gc.collect()  # Before torch 2.13 a checkpoint whose function has failed stays active as long as the error is kept.
     with pytest.warns(UserWarning, match="recompute"):
         loop = twins(device, steps(3, 1), build=RecomputedLayers, config={"policy": "auto"})
     assert set(loop.reasons()) == {EagerReason.RECOMPUTE}
