@@ -69,7 +69,8 @@ class ChainRun:
         stop = chain.limit(first)
         wanted = [tensor for tensor in tensors if tensor.requires_grad]
         # Of each pair one parameter: so that a backward pass towards parameters alone comes by here, and is refused.
-        reached = [each.landmark for each in chain.pairs[first:stop] if each.landmark is not None]
+        landmarks = [each.landmark for each in chain.pairs[first:stop]]
+        reached = [parameter for parameter in landmarks if parameter is not None]
         self.num_landmarks = len(reached)
         self._is_open = True
         chain.lane.enter(self.span)
@@ -152,10 +153,14 @@ class ChainRun:
         done = self._done()
         given = self._checked(done, gradients)
         # What came after the last result with a gradient has none, and takes no part.
-        reached = [index for index, found in enumerate(given) if any(gradient is not None for gradient in found)]
-        pairs = done[: reached[-1] + 1] if reached else ()
+        num_reached = len(given)
+        while num_reached and all(gradient is None for gradient in given[num_reached - 1]):
+            num_reached -= 1
+        pairs = done[:num_reached]
         graphs = by_graph(pairs)
         for start, stop in graphs:
+            if stop - start == 1 and stop < num_reached and pairs[start].takes_all_gradients:
+                continue  # One pair alone, whose gradients the next one leaves in place.
             _refuse_if_partial(pairs[start:stop], given[start:stop], is_last=stop == len(pairs))
         guests = self.chain.settle(pairs) if pairs else {}
         self._has_run = True

@@ -107,6 +107,8 @@ class GraphPair:
         self.owner: object = None
         """Whoever replays it; for their use."""
         self._returns_plain_tuple = False
+        self.takes_all_gradients = False
+        """Every result has a place for its gradient."""
         self._is_saved: list[bool] = []
         """For each output, whether autograd needs it for the backward half."""
         self._is_own: list[bool] = []
@@ -310,15 +312,8 @@ class GraphPair:
         return tuple(outputs) if self._returns_plain_tuple else unflatten(self.result_structure, outputs)
 
     def lost_tensors(self) -> list[str]:
-        """Tensors that the recordings read and whose owner has let go of them, in words; for debugging.
-
-        Their memory is still there, with the values of the capture; the region would read something else now.
-        """
-        found = []
-        for tensor, source in zip(self._observation.externals, self._observation.sources, strict=True):
-            if source() is None and torch_private.storage_key(tensor) not in self._known:
-                found.append(f"a tensor of shape {tuple(tensor.shape)} and {tensor.dtype}, read by {self.region.name}")
-        return found
+        """Tensors that the recordings read and whose owner has let go of them, in words; for debugging."""
+        return [f"{text}, read by {self.region.name}" for text in self._observation.lost_tensors(self._known)]
 
     def has_new_hook(self) -> bool:
         """True if a parameter got a hook on its gradient, which the recording would not run."""
@@ -379,11 +374,14 @@ class GraphPair:
     @property
     def landmark(self) -> Tensor | None:
         """A parameter whose gradient the backward half accumulates, without hooks that autograd would run."""
-        return next((p for p in self._parameters if not torch_private.post_accumulate_hooks(p)), None)
+        first = self._parameters[:1]
+        return first[0] if first and not torch_private.any_post_accumulate_hooks(first) else None
 
     def gets_unknown(self, given: Sequence[Tensor | None]) -> bool:
         """True if a result has a gradient for which the backward half has no place."""
-        return any(g is not None and place is None for g, place in zip(given, self.grad_outputs, strict=False))
+        return not self.takes_all_gradients and any(
+            g is not None and place is None for g, place in zip(given, self.grad_outputs, strict=False)
+        )
 
     def misses_some(self, given: Sequence[Tensor | None]) -> bool:
         """True if a result has no gradient although it had one at the capture."""
@@ -490,6 +488,7 @@ def capture_backwards(pairs: Sequence[GraphPair], grad_outputs: Sequence[Tensor 
     last.backward = recording
     for pair in pairs:
         pair._is_backward_captured = True
+        pair.takes_all_gradients = all(gradient is not None for gradient in pair.grad_outputs)
         pair._let_go_forward()
         if pair is not first:
             pair.grad_inputs = []

@@ -23,8 +23,10 @@ def is_partial(graph: Sequence[GraphPair], given: Sequence[Sequence[Tensor | Non
     Not all of its pairs may have been called, a result inside of it may have another use, or other results than at the
     capture may have gradients.
     """
-    inside = [gradient for gradients in given[:-1] for gradient in gradients]
     last = graph[-1]
+    if is_chained and len(graph) == 1 and last.takes_all_gradients:
+        return last.backward is None
+    inside = [gradient for gradients in given[:-1] for gradient in gradients]
     return (
         last.backward is None
         or any(gradient is not None for gradient in inside)

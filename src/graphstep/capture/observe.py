@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from graphstep.capture.randomness import HostRandomness
+from graphstep.engine import torch_private
 from graphstep.engine.protocol import Engine
 from graphstep.engine.tape_ops import OperationTable
 from graphstep.engine.undo import UndoLog, WriteObserver
@@ -37,6 +38,17 @@ class Observation:
     """It recomputes or offloads something: what autograd has saved is not to be looked at."""
     is_pure: bool = False
     """It wrote into nothing that existed before, and drew no random numbers."""
+
+    def lost_tensors(self, known: Collection[int]) -> list[str]:
+        """Tensors that the function read and whose owner has let go of them, in words, but for storages ``known``.
+
+        Their memory is still there, with the values of that time; the function would read something else now.
+        """
+        return [
+            f"a tensor of shape {tuple(tensor.shape)} and {tensor.dtype}"
+            for tensor, source in zip(self.externals, self.sources, strict=True)
+            if source() is None and torch_private.storage_key(tensor) not in known
+        ]
 
     @classmethod
     def joined(cls, each: Iterable[Observation]) -> Observation:
