@@ -101,7 +101,7 @@ class LifecycleError(GraphstepError, RuntimeError):
 
 
 class PlanError(GraphstepError, RuntimeError):
-    """Recordings were about to run in another order than planned. Nothing was replayed."""
+    """Recordings were about to run in another order than planned. Nothing was replayed. For orders given by hand."""
 
 
 class NonFiniteError(GraphstepError, ArithmeticError):

@@ -262,7 +262,7 @@ _hooks_of: Final = attrgetter("_backward_hooks")
 
 _FIX = (
     "keep the gradient tensors for the whole run and write into them, or drop the graphs (reset_cuda_graph(), or close "
-    "and build a new strategy) and let them be captured again"
+    "and attach or build again) and let them be captured anew"
 )
 
 

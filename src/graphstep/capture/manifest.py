@@ -171,7 +171,7 @@ def verify(watched: Watched, where: str) -> None:
             "; ".join(watched.changes()),
             where=where,
             fix="write new values into the captured tensors (load_state_dict, copy_), or drop the graphs "
-            "(reset_cuda_graph(), or close and build a new strategy) and let them be captured again",
+            "(reset_cuda_graph(), or close and attach or build again) and let them be captured anew",
         )
 
 
