@@ -103,7 +103,7 @@ class GraphPair:
         """Places in the order of capture."""
         self.num_in_flight = 0
         """Runs with a forward of this pair whose backward may still come: 0 or 1."""
-        self.num_replays = 0
+        self.num_replays = self.static_bytes = 0
         self.owner: object = None
         """Whoever replays it; for their use."""
         self._returns_plain_tuple = False

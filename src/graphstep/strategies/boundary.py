@@ -34,6 +34,7 @@ class StepBoundary:
         self._patience = 0
         self._has_stepped = False
         self._handle: RemovableHandle | None = None
+        self._finalizer: weakref.finalize[[], StepBoundary]
 
     def start(self) -> None:
         """A step has begun."""
@@ -49,7 +50,7 @@ class StepBoundary:
                     boundary._stepped(optimizer)
 
             self._handle = register_optimizer_step_post_hook(stepped)
-            weakref.finalize(self, self._handle.remove)
+            self._finalizer = weakref.finalize(self, self._handle.remove)
 
     def has_stepped(self) -> bool:
         """True if an optimizer of torch has stepped."""
@@ -66,6 +67,7 @@ class StepBoundary:
         """Wait for the next :meth:`start`."""
         self._versions = None
         if self._handle is not None:
+            self._finalizer.detach()
             self._handle.remove()
             self._handle = None
 

@@ -98,6 +98,7 @@ class CapturedChains:
                 else:
                     generation.links.pop(pair.signature, None)
             self._session.release([r for r in (pair.forward, pair.backward) if r is not None], pair.stats)
+            pair.stats.static_bytes -= pair.static_bytes
         _count(regions.values(), self._max_signatures)
 
 

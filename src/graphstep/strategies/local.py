@@ -58,7 +58,13 @@ class LocalGraphs:
         )
 
     def end_step(self) -> None:
-        """After a step with a backward pass: capture what was observed. See :meth:`CudaGraphManager.end_step`."""
+        """After a step with a backward pass: capture what was observed.
+
+        Raises:
+            CaptureError: names the region that cannot be captured.
+            StaleAddressError: a weight or buffer has moved since an earlier capture.
+            LifecycleError: this object is closed.
+        """
         self.manager.end_step()
 
     def report(self) -> CaptureReport:

@@ -128,6 +128,7 @@ class RegionCalls:
             # Hooks of the layer itself run around it; those of parameters run whoever computes the gradient.
             self.current = Generation(Attributes(self._modules, hooks_of=self._modules[1:]))
             self.generations.append(self.current)
+            self._changed = ""
         return self.current.attributes
 
     def captured(self) -> None:
@@ -150,6 +151,7 @@ class RegionCalls:
         if not self.generations:
             return False
         if self.current is not None and not self.current.attributes.changed():
+            self._changed = ""
             return False
         changed = self.generations[-1].attributes.changed()
         fitting = [each for each in self.generations if not each.attributes.changed()]

@@ -116,7 +116,6 @@ class _Capturing:
     groups: Mapping[Variant, int]
     pairs: Pairs = field(default_factory=dict)
     warm: dict[Variant, GraphPair] = field(default_factory=dict)
-    static_bytes: dict[Key, int] = field(default_factory=Counter)
     segments: dict[Key, list[Key]] = field(default_factory=dict)
     """For each key, those that are captured together, in order."""
 
@@ -137,8 +136,8 @@ class _Capturing:
     def abandon(self) -> None:
         """Leave nothing behind."""
         session = self.order.session
-        for key, pair in self.pairs.items():
-            pair.stats.static_bytes -= self.static_bytes[key]
+        for pair in self.pairs.values():
+            pair.stats.static_bytes -= pair.static_bytes
             session.release([r for r in (pair.forward, pair.backward) if r is not None], pair.stats)
             pair.homes.forget()
 
@@ -214,6 +213,7 @@ class _Capturing:
         owned = {entry.facts[0]: entry.tensor for entry in session.manifest if entry.facts is not None}
         before = self.pairs[call.follows] if call.follows is not None else None
         inputs, in_place, chained = [], set(), {}
+        static_bytes = 0
         stats = session.stats(variant.region.name, variant.region.kind)
         for position, layout in enumerate(variant.signature.layouts):
             origin = call.origins[position]
@@ -229,8 +229,8 @@ class _Capturing:
                 inputs.append(before.inputs[position])  # The same object for both, and so one copy.
             else:
                 inputs.append(static_like(layout))
-                self.static_bytes[key] += inputs[-1].nbytes
-        stats.static_bytes += self.static_bytes[key]
+                static_bytes += inputs[-1].nbytes
+        stats.static_bytes += static_bytes
         pair = self.pairs[key] = GraphPair(
             variant.region,
             variant.signature,
@@ -243,6 +243,7 @@ class _Capturing:
             lane=("forward", self.groups[variant], slot),
             poisons=order.poisons,
         )
+        pair.static_bytes = static_bytes
         with _flags_of(variant):
             if variant in self.warm:
                 pair.warm_up_as(self.warm[variant])

@@ -59,10 +59,21 @@ class CudaGraphManager:
             nesting, all other arguments part of the signature. Modules with segments are then captured by this only.
         session: owner of the graphs; by default a new one on the device of the first parameter. It is closed with this
             object.
+        is_automatic: capture when the weights have been updated; else at :meth:`end_step` only.
 
     Raises:
-        ConfigError: nothing in the model can be captured (with the policy ``auto`` a warning), a region lies within
-            another, or another strategy has captured the model.
+        ConfigError: nothing in the model can be captured (with the policy ``auto`` a warning); ``impl`` is another
+            strategy's; ``modules`` and ``regions`` are both given; a pattern matches nothing, or a region lies within
+            another; a layer computes something else than its segments, or another strategy has captured the model.
+
+    Calls of a captured module, and backwards through it, may raise:
+
+    * StaleAddressError: a weight, buffer or gradient has moved since the capture.
+    * InputMismatchError: another signature, with ``on_mismatch='error'``.
+    * CaptureError: a call under activation recompute, with the policy ``required``; or see :meth:`end_step`.
+    * LifecycleError: a backward that the graphs cannot give: a second one, one towards chosen tensors, one after a
+      result was changed in place or a hook was put on a parameter, or one that would overwrite a gradient that is kept
+      through an alias.
     """
 
     def __init__(
@@ -189,8 +200,10 @@ class CudaGraphManager:
         """Tell that a step is over: captures what was observed in it, if that can be captured now.
 
         Raises:
-            CaptureError: with the policy ``required``, names the region that cannot be captured. Everything runs
-                eagerly as before.
+            CaptureError: with the policy ``required``, names the region that cannot be captured; with every policy, if
+                captured modules replace tensors of the model. Everything runs eagerly as before, and nothing is tried
+                again.
+            StaleAddressError: a weight or buffer has moved since an earlier capture.
             LifecycleError: this object is closed.
         """
         self.session.require_open()
@@ -199,7 +212,11 @@ class CudaGraphManager:
     def _capture_observed(self) -> None:
         observer = self.observer
         self._boundary.clear()
-        if observer is None or not observer.plan.trained():
+        if observer is None:
+            return
+        if not observer.plan.trained():
+            if observer.plan.events:
+                self._boundary.start()  # Their backwards are still to come.
             return
         self._check_attributes()
         handovers = dict(self.observed.handovers)
@@ -210,11 +227,15 @@ class CudaGraphManager:
         self._hits.update((variant.region, variant.signature) for variant in seen)
         chosen = self._chains.worth_it(seen, self._hits, self._regions)
         plan = observer.plan.only(chosen)
+        merge = self._config.merge_layers
         while plan.calls:
             try:
-                self._capture(plan, handovers)
+                self._capture(plan, handovers, merge)
                 break
             except RegionFailedError as error:
+                if merge != 1:
+                    merge = 1  # Each by itself, to find out which one it is.
+                    continue
                 self._give_up(self._regions[error.region], error)
                 plan = plan.only({variant for variant, _ in plan.calls if variant.region is not error.region})
         for calls in self._regions.values():
@@ -234,7 +255,7 @@ class CudaGraphManager:
         calls.stats.why_not_captured = f"{error.what} ({error.where})"
         warnings.warn(f"{calls.region.name} runs eagerly: {error}", UserWarning, stacklevel=4)
 
-    def _capture(self, plan: Plan, handovers: Mapping[Key, Handover]) -> None:
+    def _capture(self, plan: Plan, handovers: Mapping[Key, Handover], merge: int) -> None:
         self.verify()  # What moved since an earlier capture must not be taken for what that one has seen.
         regions = {variant.region for variant, _ in plan.calls}
         attributes = {region: self._regions[region].note_attributes() for region in regions}
@@ -251,7 +272,7 @@ class CudaGraphManager:
                         receivers=self._regions,
                         attributes=attributes,
                         num_warmup_runs=self._config.warmup_steps,
-                        merge=self._config.merge_layers,
+                        merge=merge,
                         through_autograd=gradients_through_autograd(
                             self._model, list(self._regions), plan, is_data_parallel=self.is_data_parallel
                         ),
@@ -304,6 +325,7 @@ class CudaGraphManager:
         for chain in chains:
             for pair in chain.pairs:
                 self.session.release([r for r in (pair.forward, pair.backward) if r is not None], pair.stats)
+                pair.stats.static_bytes -= pair.static_bytes
                 pair.homes.forget()
 
     # ----- report and end
@@ -319,6 +341,7 @@ class CudaGraphManager:
                 calls.forget(EagerReason.CLOSED)
             module.remove()
         self.observer = None
+        self._boundary.clear()
         self.session.close()
 
     def __enter__(self) -> CudaGraphManager:
