@@ -44,7 +44,7 @@ from common.environment import gpu_state, provenance
 from common.host_arms import HOST_ARMS, HostArm
 from common.options import Words, common_parser, count, output_folder, read_model
 from common.record import failure, rounded, write_results
-from rich.console import Console
+from common.table import wide_console
 from rich.table import Table
 
 from graphstep.cli.problems import print_error, print_notices
@@ -247,9 +247,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             "arms": [record.to_json() for record in records],
         }
     )
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=120)
+    console = wide_console(120)
     machine, model = results["machine"], config.model
     title = (
         f"host time a layer: {model.num_layers} layers, hidden {model.hidden_size}, "

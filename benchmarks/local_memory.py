@@ -54,7 +54,7 @@ from common.clocks import MemoryMeter, free_memory, seconds_of, synchronize
 from common.environment import ROOT, gpu_state, provenance
 from common.options import MODELS, add_model_option, common_parser, count, output_folder, read_model
 from common.record import failure, rounded, write_results
-from rich.console import Console
+from common.table import wide_console
 from rich.table import Table
 from torch import Tensor, nn
 
@@ -392,9 +392,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             "arms": compared(found),
         }
     )
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=150)
+    console = wide_console(150)
     machine, model = results["machine"], config.model
     title = (
         f"memory in MiB: GPT of {model.num_layers} layers, hidden {model.hidden_size}, sequence {model.seq_length}, "

@@ -24,7 +24,6 @@ from common.device_time import profile_steps, start_profiler
 from common.environment import gpu_state, provenance
 from common.options import Options, read_options
 from common.record import ArmRecord, PassRecord, failure, one_line, rounded, write_results
-from rich.console import Console
 
 from graphstep.cli.problems import print_error, print_notices
 from graphstep.errors import UserInputError
@@ -211,9 +210,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     benchmark = Benchmark(options, device)
     benchmark.run()
     results = results_of(benchmark, words, started=started, gpu_before=gpu_before)
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=170)
+    console = table.wide_console(170)
     machine, model = results["machine"], results["config"]
     title = (
         f"one training step of a GPT of {model['num_parameters']:,} parameters, {model['parameters']}, "

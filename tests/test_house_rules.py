@@ -255,4 +255,4 @@ def test_forbidden_words_are_seen() -> None:
     assert REGISTRY_HOSTS.search("see https://download.pytorch" + ".org/whl")
     assert MACHINE_PATHS.search('open("/' + 'work/x")')
     assert MACHINE_PATHS.search("cd /" + "tmp/run")
-    assert not MACHINE_PATHS.search("src/work/file, https://example.com/home/page, ./tmp/x")
+    assert not MACHINE_PATHS.search("src/" + "work/file, https://example.com/" + "home/page, ./" + "tmp/x")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
@@ -113,3 +114,9 @@ def _verdict(agreement: Agreement | None) -> str:
     if agreement.is_equal:
         return "bit for bit"
     return f"within {max(agreement.largest_loss_error, agreement.largest_gradient_error):.1e}"
+
+
+def wide_console(width: int) -> Console:
+    """Standard output; where that is no terminal, wide enough for a table."""
+    console = Console()
+    return console if console.is_terminal else Console(width=width)

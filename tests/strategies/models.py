@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -145,3 +146,14 @@ def in_order(*orders: str) -> Callable[..., Tensor]:
         return torch.stack(losses)
 
     return forward_backward
+
+
+def any_order(dice: random.Random, *, num_microbatches: int, in_flight: int) -> str:
+    """An order for :func:`in_order`: up to so many microbatches, up to so many of them in flight at once."""
+    order, num_waiting, left = "", 0, dice.randint(1, num_microbatches)
+    while left or num_waiting:
+        if left and num_waiting < in_flight and (not num_waiting or dice.random() < 0.5):
+            order, num_waiting, left = order + "f", num_waiting + 1, left - 1
+        else:
+            order, num_waiting = order + dice.choice("bB"), num_waiting - 1
+    return order

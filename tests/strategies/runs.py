@@ -159,13 +159,16 @@ def compared(device: torch.device, impl: str, script: Callable[[Run], Any], **op
         run = Run(device, each, **options, **({"forward_backward": schedule()} if schedule else {}))
         script(run)
         runs.append(run)
-    eager, graphed = runs
+    insist_on_the_same_bits(*runs)
+    runs[1].strategy.close()
+    return runs[1]
+
+
+def insist_on_the_same_bits(eager: Run, graphed: Run) -> None:
     assert eager.trace, "the script noted nothing"
     assert differences(eager.trace, graphed.trace) == []
     for number, (mine, theirs) in enumerate(zip(eager.kept, graphed.kept, strict=True)):
         assert torch.equal(mine, theirs), f"result {number} changed after it was returned"
-    graphed.strategy.close()
-    return graphed
 
 
 def steps(num_steps: int = 5, num_microbatches: int = 1, **shape: int) -> Callable[[Run], None]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.strategies.models import Decoder, in_order
+from tests.strategies.models import Decoder, any_order, in_order
 from tests.strategies.runs import Run, compared
 
 LOCAL = "local"
@@ -60,22 +60,13 @@ def test_more_in_flight_than_in_the_first_step(device: torch.device) -> None:
         assert run.num_replays > 0
 
 
-def any_schedule(dice: random.Random) -> str:
-    """Any order of forwards and backwards, with up to four in flight."""
-    order, in_flight, left = "", 0, dice.randint(1, 5)
-    while left or in_flight:
-        if left and in_flight < 4 and (not in_flight or dice.random() < 0.5):
-            order, in_flight, left = order + "f", in_flight + 1, left - 1
-        else:
-            order, in_flight = order + dice.choice("bB"), in_flight - 1
-    return order
-
-
 @pytest.mark.parametrize("seed", range(12))
 def test_any_order_after_any_other(device: torch.device, seed: int) -> None:
     """Replays never give wrong numbers, whatever was captured."""
     dice = random.Random(seed)
     for _ in range(3):
-        orders = {order.count("f"): order for order in (any_schedule(dice) for _ in range(3))}
+        orders = {
+            order.count("f"): order for order in (any_order(dice, num_microbatches=5, in_flight=4) for _ in range(3))
+        }
         build = partial(Decoder, num_layers=1, dropout=0.2)
         run_orders(device, *orders.values(), num_rounds=2, build=build)

@@ -288,6 +288,8 @@ class CudaGraphManager:
             replaced = watched.put_back()
         if replaced:
             self._release(chains)
+            for region in regions:
+                self._regions[region].captured()
             self.observer = None
             raise CaptureError(
                 f"the captured layers replace {', '.join(replaced)} by new tensors; a graph works on the tensors that "

@@ -9,19 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from tests.strategies.attach.attached import (
-    WITH_DROPOUT,
-    Frozen,
-    Loop,
-    RecomputedLayers,
-    TiedWeights,
-    schedule,
-    steps,
-    twins,
-)
+from tests.strategies.attach.attached import WITH_DROPOUT, Frozen, Loop, RecomputedLayers, TiedWeights, schedule, twins
 from tests.strategies.attach.plain import HIDDEN, LAYERS, Block, Stack, attached, built, inputs, num_replays, train
 from tests.strategies.models import Decoder
-from tests.strategies.runs import differences
+from tests.strategies.runs import differences, steps
 from torch import Tensor, nn
 
 from graphstep.capture.reasons import EagerReason

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 import torch
-from tests.strategies.attach.attached import WITH_DROPOUT, Loop, steps, twins
+from tests.strategies.attach.attached import WITH_DROPOUT, Loop, twins
 from tests.strategies.attach.plain import HIDDEN, LAYERS, Block, Mlp, Stack, attached, built, inputs, num_replays, train
 from tests.strategies.models import Decoder
-from tests.strategies.runs import differences
+from tests.strategies.runs import differences, steps
 from torch import Tensor, nn
 
 import graphstep

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.strategies.attach.attached import WITH_DROPOUT, Loop, schedule, steps, twins
+from tests.strategies.attach.attached import WITH_DROPOUT, Loop, schedule, twins
 from tests.strategies.attach.plain import (
     HIDDEN,
     LAYERS,
@@ -26,7 +26,7 @@ from tests.strategies.attach.plain import (
     train,
 )
 from tests.strategies.models import Decoder, Layer, Wrapped
-from tests.strategies.runs import differences
+from tests.strategies.runs import differences, steps
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 

@@ -8,18 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from tests.strategies.attach.attached import (
-    WITH_DROPOUT,
-    Frozen,
-    Loop,
-    RecomputedLayers,
-    TiedWeights,
-    schedule,
-    steps,
-    twins,
-)
+from tests.strategies.attach.attached import WITH_DROPOUT, Frozen, Loop, RecomputedLayers, TiedWeights, schedule, twins
 from tests.strategies.attach.test_parity import ORDERS, train_and_evaluate
 from tests.strategies.models import HIDDEN, Decoder
+from tests.strategies.runs import steps
 
 
 @pytest.mark.parametrize("merge_layers", [1, 2, 0])

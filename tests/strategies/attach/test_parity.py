@@ -16,10 +16,10 @@ from tests.strategies.attach.attached import (
     RecomputedMlp,
     TiedWeights,
     schedule,
-    steps,
     twins,
 )
 from tests.strategies.models import Decoder
+from tests.strategies.runs import steps
 from torch import nn
 
 from graphstep.capture.reasons import EagerReason

@@ -10,19 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from tests.strategies.attach.attached import (
-    WITH_DROPOUT,
-    Failing,
-    Loop,
-    OneFails,
-    RecomputedLayers,
-    schedule,
-    steps,
-    twins,
-)
+from tests.strategies.attach.attached import WITH_DROPOUT, Failing, Loop, OneFails, RecomputedLayers, schedule, twins
 from tests.strategies.attach.plain import HIDDEN, LAYERS, Block, Stack, attached, built, num_replays, reasons, train
 from tests.strategies.models import Decoder
-from tests.strategies.runs import differences
+from tests.strategies.runs import differences, steps
 from torch import Tensor, nn
 
 import graphstep

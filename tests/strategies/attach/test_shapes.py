@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from tests.strategies.attach.attached import WITH_DROPOUT, Loop, schedule, steps, twins
+from tests.strategies.attach.attached import WITH_DROPOUT, Loop, schedule, twins
 from tests.strategies.attach.plain import HIDDEN, LAYERS, attached, inputs
+from tests.strategies.models import any_order
+from tests.strategies.runs import steps
 from torch import nn
 
 from graphstep.capture.reasons import EagerReason
@@ -192,16 +194,6 @@ def test_interleaved_chunks(device: torch.device) -> None:
     assert twins(device, interleaved, build=WITH_DROPOUT).num_replays == 2 * 3 * 4
 
 
-def any_schedule(dice: random.Random) -> str:
-    order, in_flight, left = "", 0, dice.randint(1, 4)
-    while left or in_flight:
-        if left and in_flight < 3 and (not in_flight or dice.random() < 0.5):
-            order, in_flight, left = order + "f", in_flight + 1, left - 1
-        else:
-            order, in_flight = order + dice.choice("bB"), in_flight - 1
-    return order
-
-
 @pytest.mark.parametrize("seed", range(8))
 def test_any_order_and_any_length(device: torch.device, seed: int) -> None:
     def script(loop: Loop) -> None:
@@ -211,7 +203,7 @@ def test_any_order_and_any_length(device: torch.device, seed: int) -> None:
             loop.step(batches=[loop.batch(length=dice.choice([6, 6, 4])) for _ in range(number)])
 
     dice = random.Random(seed)
-    orders = [any_schedule(dice) for _ in range(5)]
+    orders = [any_order(dice, num_microbatches=4, in_flight=3) for _ in range(5)]
     counts = sorted({order.count("f") for order in orders})
     build = partial(WITH_DROPOUT, num_layers=1)
     config = {"max_signatures": 2, "capture_after": 1}
