@@ -102,6 +102,9 @@ def chain_of(*pairs: GraphPair, handover: Handover = ((0, 0),), lane: Lane | Non
     callers = tuple(Caller() for _ in pairs)
     anchor = torch.empty(0, device=pairs[0].session.device, requires_grad=True)
     chain = Chain(pairs, callers, 0, lane or Lane(), handover if len(pairs) > 1 else (), anchor)
+    for pair in pairs:
+        pair.lane = chain.lane
+        chain.lane.add(pair)
     for index, caller in enumerate(callers):
         caller.chain, caller.index, caller.may_start = chain, index, index == 0
     return chain

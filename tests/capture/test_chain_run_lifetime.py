@@ -130,33 +130,33 @@ def test_a_new_run_starts_over_where_one_was_left(session: GraphSession) -> None
     model.check_idle()
 
 
-def test_a_run_goes_as_far_as_nothing_is_in_use(session: GraphSession) -> None:
-    """A held result or another run keep a later pair out; the calls before are served."""
+def test_held_results_keep_out_what_was_captured_before_them(session: GraphSession) -> None:
+    """Their memory may be that of an earlier forward half, and is never that of a later one."""
     model = Model(session, 3)
-    chain = model.chain
-    assert [chain.limit(index) for index in range(3)] == [3, 3, 3]
+    lane = model.chain.lane
+    assert not any(map(lane.holds_results, range(3)))
     results = run_all(model, 3, model.inputs(1)[0])
-    assert [chain.limit(index) for index in range(3)] == [1, 2, 3]
     results[-1].sum().backward()
-    kept = results[-1]
-    del results
-    assert [chain.limit(index) for index in range(3)] == [2, 2, 3]
-    del kept
-    assert chain.limit(0) == 3
-
-
-def test_a_kept_result_cuts_the_next_run_and_stays_as_it_is(session: GraphSession) -> None:
-    model = Model(session)
-    first = run_all(model, 2, model.inputs(1)[0])[-1]
-    first.sum().backward()
-    before = first.detach().clone()
-    second = run_all(model, 2, model.inputs(2)[0])
-    assert counts(model) == [(2, 0, 0), (0, 1, 1)]
-    assert torch.equal(first, before)
-    del first
-    second[-1].sum().backward()
-    del second
+    for kept in range(2, -1, -1):
+        assert [lane.holds_results(position) for position in range(3)] == [position <= kept for position in range(3)]
+        results.pop()
+    assert not any(map(lane.holds_results, range(3)))
     model.check_idle()
+
+
+def test_what_is_held_of_a_dropped_pair_is_kept_in_mind(session: GraphSession) -> None:
+    model = Model(session)
+    lane, pair = model.chain.lane, model.chain.pairs[1]
+    kept = run_all(model, 2, model.inputs(1)[0])[-1]
+    kept.sum().backward()
+    before = kept.detach().clone()
+    pair.release()
+    lane.drop(pair)
+    lane.drop(pair)
+    assert lane.holds_results(0)
+    assert torch.equal(kept, before)
+    del kept
+    assert not lane.holds_results(0)
 
 
 def test_what_enters_the_lane_in_between_ends_the_run(session: GraphSession) -> None:
@@ -288,6 +288,32 @@ def test_a_start_in_the_middle_that_would_overwrite_is_known(session: GraphSessi
     assert second.overwrites_what_is_in_use(other[:1])  # It is held still.
     del hidden
     assert not second.overwrites_what_is_in_use(other[:1])
+
+
+def test_what_reads_a_result_keeps_it_from_being_overwritten(session: GraphSession) -> None:
+    """A run that begins with the result of another one, or with a copy in its place."""
+    model = Model(session, 3)
+    model.callers[1].may_start = True
+    lane = model.chain.lane
+    out = model.callers[1](model.inputs(2)[0])
+    # As if the first pair's result were held, and the second pair in flight.
+    assert [lane.allows(position) for position in range(6)] == [False, False, True, True, False, False]
+    assert model.chain.pairs[1].overwrites_what_is_in_use(model.inputs(3)[:1])
+    out.sum().backward()
+    del out
+    assert all(map(lane.allows, range(6)))
+    model.check_idle()
+
+
+def test_an_argument_is_not_copied_over_what_is_in_flight(session: GraphSession) -> None:
+    """The place for it, a result, may lie in memory that something captured earlier needs until its backward."""
+    model = Model(session)
+    second, lane = model.chain.pairs[1], model.chain.lane
+    earlier = Span(-2, -1)
+    lane.enter(earlier)
+    assert second.overwrites_what_is_in_use(model.inputs(2)[:1])
+    lane.leave(earlier)
+    assert not second.overwrites_what_is_in_use(model.inputs(2)[:1])
 
 
 def test_an_input_that_is_read_in_place_has_to_be_there(session: GraphSession, device: torch.device) -> None:

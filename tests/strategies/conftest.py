@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from tests.engine.reusing import memory_is_reused
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -18,6 +19,12 @@ def objects_of_the_test_run_set_aside() -> Iterator[None]:
     gc.freeze()
     yield
     gc.unfreeze()
+
+
+@pytest.fixture(autouse=True)
+def memory_is_reused_as_on_a_gpu() -> Iterator[None]:
+    with memory_is_reused():
+        yield
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

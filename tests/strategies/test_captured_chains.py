@@ -40,7 +40,7 @@ class Model:
         self, session: GraphSession, num_regions: int = 1, *, max_signatures: int = 2, capture_after: int = 2
     ) -> None:
         self.session = session
-        self.chains = CapturedChains(session, max_signatures, capture_after)
+        self.chains = CapturedChains(max_signatures, capture_after)
         self.hits: Counter[tuple[Region, Signature]] = Counter()
         host = Host(session.device)
         self.regions: dict[Region, RegionCalls] = {}

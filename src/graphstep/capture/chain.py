@@ -82,13 +82,3 @@ class Chain:
         while stop < len(self.pairs) and self.pairs[stop].forward is None:
             stop += 1
         return self.pairs[index:stop]
-
-    def limit(self, first: int) -> int:
-        """Up to which pair, not included, a run that begins at ``first`` may go."""
-        stop = first + len(self.graph_at(first))
-        while stop < len(self.pairs):
-            graph = self.graph_at(stop)
-            if any(pair.num_in_flight or pair.is_held() or pair.is_being_read() for pair in graph):
-                break
-            stop += len(graph)
-        return stop

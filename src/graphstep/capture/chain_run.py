@@ -7,7 +7,7 @@ right.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -42,6 +42,8 @@ class ChainRun:
         self.latest = first
         """Index of the last pair whose forward has run."""
         self.span = Span()
+        self._reads = [(source.lane, Span.of_results(source.forward_position)) for source in _sources(chain, first)]
+        """Results of other runs that are the arguments of this one, as long as it is in flight."""
         self._on_close = on_close
         self._versions: list[list[int]] = []
         """Of the results handed out, to see whether somebody wrote into them."""
@@ -61,18 +63,20 @@ class ChainRun:
             ambient: the modes around the call.
 
         Returns:
-            The captured function's result over the static outputs: valid until the next replay of this pair, which
-            the caller does not start as long as :meth:`GraphPair.is_held` says that the result is still in use.
+            The captured function's result over the static outputs: valid until the next replay that may overwrite it,
+            which the caller does not start as long as :meth:`Lane.holds_results` says that it is still in use.
         """
         chain, first = self.chain, self.first
         pair = chain.pairs[first]
-        stop = chain.limit(first)
+        stop = len(chain.pairs)
         wanted = [tensor for tensor in tensors if tensor.requires_grad]
         # Of each pair one parameter: so that a backward pass towards parameters alone comes by here, and is refused.
         landmarks = [each.landmark for each in chain.pairs[first:stop]]
         reached = [parameter for parameter in landmarks if parameter is not None]
         self.num_landmarks = len(reached)
         self._is_open = True
+        for lane, span in self._reads:
+            lane.enter(span)
         chain.lane.enter(self.span)
         flat: tuple[Tensor, ...] = Replay.apply(self, stop, tensors, *wanted, *pair.exposed, *reached, chain.anchor)  # type: ignore[no-untyped-call]
         self._note(first, pair)
@@ -211,10 +215,17 @@ class ChainRun:
             for pair in self._done()[: len(self._versions)]:
                 pair.num_in_flight -= 1
             self.chain.lane.leave(self.span)
+            for lane, span in self._reads:
+                lane.leave(span)
             self._on_close()
 
     def __del__(self) -> None:
         self.close()
+
+
+def _sources(chain: Chain, first: int) -> Iterable[GraphPair]:
+    pair = chain.pairs[first]
+    return pair.sources() if pair.chained else ()
 
 
 def _refuse_new_hooks(pairs: Sequence[GraphPair], has_hooks: bool) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Hashable, Mapping, Sequence
 from operator import attrgetter
 from typing import Any, Final
@@ -10,19 +9,16 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from graphstep.capture.fast_check import all_same
 from graphstep.capture.gradients import (
     GradientHomes,
     Guests,
     has_gradient_hooks,
     hooks_off,
-    leaves_reached,
-    moment,
-    reaches_outside,
 )
+from graphstep.capture.holders import Holders
+from graphstep.capture.lanes import Lane
 from graphstep.capture.observe import Observation
 from graphstep.capture.parameter_aliases import ParameterAliases
-from graphstep.capture.randomness import NoRandomness
 from graphstep.capture.region import Region
 from graphstep.capture.report import RegionStats
 from graphstep.capture.saved_tensors import (
@@ -36,6 +32,7 @@ from graphstep.capture.session import GraphSession
 from graphstep.capture.signature import Signature
 from graphstep.capture.static_inputs import refresh, static_like
 from graphstep.capture.tree import flatten, unflatten
+from graphstep.capture.warmup import warm_up
 from graphstep.engine import Recording, torch_private
 from graphstep.errors import CaptureError, LifecycleError
 
@@ -90,15 +87,13 @@ class GraphPair:
         self.chained = dict(chained or {})
         self.session = session
         self.stats = stats
-        self.readers: list[weakref.ref[GraphPair]] = []
-        """Pairs that read its results where they are, in a run of their own."""
-        for source, _ in self.chained.values():
-            source.readers.append(weakref.ref(self))
         self.outputs: list[Tensor] = []
         self.grad_outputs: list[Tensor | None] = []
         self.grad_inputs: list[Tensor | None] = []
         self.homes = GradientHomes(session.gradient_homes)
         self.poisons = poisons
+        self.lane = Lane()
+        """Where its forward half lies."""
         self.forward_position = self.backward_position = 0
         """Places in the order of capture."""
         self.num_in_flight = 0
@@ -128,8 +123,7 @@ class GraphPair:
         self.exposed: list[Tensor] = []
         """Their gradients are results of the backward recording, and autograd accumulates them."""
         self.exposed_gradients: list[Tensor | None] = []
-        self._holders: torch_private.HolderCount | None = None
-        self._num_holders: list[int] = []
+        self._holders: Holders | None = None
         self._observation = Observation()
         self._known: set[int] = set()
         """Storages with an owner who is asked elsewhere."""
@@ -139,62 +133,14 @@ class GraphPair:
     # ----- capture
 
     def warm_up(self, num_runs: int) -> None:
-        """Run both halves eagerly on zeros and learn which parameters and generators they use.
-
-        The static inputs themselves are used where they are known, so that what a module keeps by address or identity
-        is found wrong at the capture and not later.
-        """
+        """Run both halves eagerly on zeros and learn which parameters and generators they use. See :func:`warm_up`."""
         inputs = [
             static_like(layout) if position in self.chained else tensor
             for position, (layout, tensor) in enumerate(zip(self.signature.layouts, self.inputs, strict=True))
         ]
-        own = {id(tensor) for tensor in inputs}
-        trained: list[Tensor] = []
-
-        def call() -> list[Tensor]:
-            carried = unflatten(self.signature.structure, inputs)
-            arguments, named = carried
-            with self.signature.ambient.entered(self.session.device.type):
-                results = flatten(self.region.function(*arguments, **named))[0]
-            tensors, structure = flatten(carried)
-            if structure != self.signature.structure or not all_same(inputs, tensors):
-                raise CaptureError(
-                    "this region changes a list, dict or object among its arguments; a replay would change a copy",
-                    where=self.region.name,
-                    fix="return what is new, or leave this module out of the captured ones",
-                )
-            return results
-
-        def both_halves() -> None:
-            torch.clear_autocast_cache()  # The caller may be inside of autocast, and the last run has filled it.
-            versions = [tensor._version for tensor in inputs]
-            start = moment()
-            outputs = [output for output in call() if output.requires_grad]
-            if [tensor._version for tensor in inputs] != versions:
-                raise CaptureError(
-                    "this region writes into its arguments; a replay would write into copies of them",
-                    where=self.region.name,
-                    fix="use an operation that makes a new tensor, such as x + y instead of x.add_(y)",
-                )
-            if reaches_outside(outputs, start):
-                raise CaptureError(
-                    "this region reads a tensor that was computed outside of it and wants a gradient, but is no "
-                    "argument of it",
-                    where=self.region.name,
-                    fix="give it as an argument, or compute it inside; weights that a hook of the module puts "
-                    "together (weight_norm) are computed outside: capture a module around it",
-                )
-            leaves = [leaf for leaf in leaves_reached(outputs) if id(leaf) not in own]
-            if outputs:
-                # Not `backward`: that would accumulate.
-                wanted = [*leaves, *(tensor for tensor in inputs if tensor.requires_grad)]
-                with hooks_off(leaves), NoRandomness(self.region.name):
-                    found = torch_private.gradients(outputs, wanted, [torch.zeros_like(o) for o in outputs])
-                used = [leaf for leaf, gradient in zip(leaves, found, strict=False) if gradient is not None]
-                trained[:] = [self._aliases.original_of(leaf) for leaf in used]
-
-        with self._aliases.installed():
-            observation = self.session.observe(both_halves, num_runs=max(1, num_runs))
+        trained, observation = warm_up(
+            self.region, self.signature, inputs, self.session, num_runs=num_runs, aliases=self._aliases
+        )
         self._learn(trained, observation)
         state = [dict_ for module in self.region.modules for dict_ in (module._parameters, module._buffers)]
         known = [*inputs, *(tensor for dict_ in state for tensor in dict_.values() if tensor is not None)]
@@ -280,6 +226,13 @@ class GraphPair:
         borrow = self.session.engine.borrowed_view
         self.grad_outputs = [None if g is None else borrow(g) for g in self.grad_outputs]
 
+    def release(self) -> None:
+        """Close what is captured. Results that callers hold stay as they are."""
+        before = self.holders.now()
+        self.session.release([each for each in (self.forward, self.backward) if each is not None], self.stats)
+        self.stats.static_bytes -= self.static_bytes
+        self.holders.lost(before)  # The recordings may have held them too.
+
     # ----- replay
 
     @property
@@ -300,12 +253,16 @@ class GraphPair:
     def is_held(self) -> bool:
         """True if somebody still holds a result of an earlier replay, which the next one would overwrite.
 
-        The first call, before any replay, tells how many holders there are without the callers of replays.
+        The first call comes before any replay: those who hold them then do not count.
         """
+        return self.holders.are_more()
+
+    @property
+    def holders(self) -> Holders:
+        """Who holds the results. First asked for before any replay."""
         if self._holders is None:
-            self._holders = torch_private.HolderCount(self.outputs)
-            self._num_holders = self._holders.now()
-        return self._holders.now() != self._num_holders
+            self._holders = Holders(self.outputs)
+        return self._holders
 
     def result_of(self, outputs: Sequence[Tensor]) -> Any:
         """The region's result with these tensors in it."""
@@ -323,15 +280,15 @@ class GraphPair:
         """True if an input that is read in place is not where it was captured."""
         return any(tensors[position].data_ptr() != self.inputs[position].data_ptr() for position in self.in_place)
 
-    def is_being_read(self) -> bool:
-        """True if another pair that reads its results is in flight, and needs them until its backward."""
-        return any((reader := each()) is not None and reader.num_in_flight > 0 for each in self.readers)
+    def sources(self) -> set[GraphPair]:
+        """The pairs whose results this one reads where they are."""
+        return {source for source, _ in self.chained.values()}
 
     def overwrites_what_is_in_use(self, tensors: Sequence[Tensor]) -> bool:
-        """True if an argument had to be copied over the result of another pair that is in flight or held."""
+        """True if an argument had to be copied over the result of another pair, where that must not run now."""
         return any(
             tensors[position].data_ptr() != self.inputs[position].data_ptr()
-            and (source.num_in_flight > 0 or source.is_held())
+            and (source.is_held() or not source.lane.allows(source.forward_position))
             for position, (source, _) in self.chained.items()
         )
 

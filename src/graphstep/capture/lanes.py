@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Protocol
 
+from graphstep.capture.holders import Holders
 from graphstep.capture.plan import Event, Phase, Plan, Variant
 
 
@@ -17,7 +20,22 @@ class Span:
     """
 
     forward_position: int = 0
-    backward_position: int = 0
+    backward_position: float = 0
+
+    @classmethod
+    def of_results(cls, forward_position: int) -> Span:
+        """Results of this forward, which are read where they are: no backward frees them."""
+        return cls(forward_position, math.inf)
+
+
+class Results(Protocol):
+    """The results of a captured forward half, whose memory stays theirs."""
+
+    forward_position: int
+
+    @property
+    def holders(self) -> Holders:
+        """Whether callers hold them."""
 
 
 class Lane:
@@ -26,12 +44,50 @@ class Lane:
     A forward half may therefore only run while all that is in flight in its lane was so when it was captured: begun
     before it, and with a backward still to come. Then it writes nothing that they need. Backward halves take nothing
     from a lane but what their forward left there, so that they may run in any order.
+
+    Results keep their memory as long as their recording lives, so that nothing captured after them lies there. What was
+    captured before them may lie there, and may not run while a caller holds them.
     """
 
     def __init__(self) -> None:
         self._spans: list[Span] = []
         self.latest: Span | None = None
         """What entered last, if it is still in flight."""
+        self._results: list[Results] = []
+        self._dropped: list[Results] = []
+        """Those whose recordings are gone and whom a caller held by then."""
+        self._looks: dict[int, Holders] = {}
+        """By position: all results captured there or later."""
+
+    def add(self, results: Results) -> None:
+        """From now on callers may hold these."""
+        self._results.append(results)
+        self._forget_dropped()
+
+    def drop(self, results: Results) -> None:
+        """Their recording is gone. What a caller still holds is kept in mind until it is let go."""
+        if results in self._results:
+            self._results.remove(results)
+            self._dropped.append(results)
+            self._forget_dropped()
+
+    def holds_results(self, position: int) -> bool:
+        """True if a caller holds results that the forward half captured at this position may overwrite."""
+        if not self._is_held(position):
+            return False
+        self._forget_dropped()
+        return self._is_held(position)
+
+    def _is_held(self, position: int) -> bool:
+        look = self._looks.get(position)
+        if look is None:
+            later = [each for each in (*self._results, *self._dropped) if each.forward_position >= position]
+            look = self._looks[position] = Holders.joined(each.holders for each in later)
+        return look.are_more()
+
+    def _forget_dropped(self) -> None:
+        self._dropped = [each for each in self._dropped if each.holders.are_more()]
+        self._looks.clear()
 
     def allows(self, position: int) -> bool:
         """True if the forward half that was captured at this position may run now."""

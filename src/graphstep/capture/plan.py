@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import weakref
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, KeysView, Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -88,9 +88,10 @@ class Plan:
         """The events without repetitions: the order of capture."""
         return list(dict.fromkeys(self.events))
 
-    def trained(self) -> set[Key]:
-        """Variants and slots whose backward was seen."""
-        return {(event.variant, event.slot) for event in self.events if event.phase is Phase.BACKWARD}
+    def trained(self) -> KeysView[Key]:
+        """Variants and slots whose backward was seen, in that order."""
+        keys = ((event.variant, event.slot) for event in self.events if event.phase is Phase.BACKWARD)
+        return dict.fromkeys(keys).keys()
 
     def only(self, variants: Collection[Variant]) -> Plan:
         """The part of the plan that is about some variants."""

@@ -5,7 +5,7 @@ Checked on torch 2.11 (CUDA) and 2.13 (CPU).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from operator import attrgetter
 from typing import Any, Final
@@ -228,6 +228,13 @@ class HolderCount:
         count = getattr(torch._C, "_storage_Use_Count", None)
         self._count: Callable[[int], int] = count if count is not None else _zero
         self._keys = [tensor.untyped_storage()._cdata for tensor in tensors] if count is not None else []
+
+    @classmethod
+    def joined(cls, counts: Iterable[HolderCount]) -> HolderCount:
+        """Several as one."""
+        made = cls(())
+        made._keys = [key for each in counts for key in each._keys]
+        return made
 
     def now(self) -> list[int]:
         """The counts at this moment."""

@@ -7,7 +7,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from graphstep.capture.chain import Chain
 from graphstep.capture.plan import Variant
 from graphstep.capture.region import Region
-from graphstep.capture.session import GraphSession
 from graphstep.capture.signature import Signature
 from graphstep.strategies.local_calls import RegionCalls
 
@@ -18,13 +17,11 @@ class CapturedChains:
     """The chains of a model, by region and signature.
 
     Args:
-        session: owner of the recordings.
         max_signatures: that a region has graphs for.
         capture_after: steps in which a further signature is seen before it is captured.
     """
 
-    def __init__(self, session: GraphSession, max_signatures: int, capture_after: int) -> None:
-        self._session = session
+    def __init__(self, max_signatures: int, capture_after: int) -> None:
         self._max_signatures = max_signatures
         self._capture_after = capture_after
 
@@ -36,6 +33,7 @@ class CapturedChains:
                 pair.owner = calls.current
                 calls.links.setdefault(pair.signature, []).append((chain, index))
                 pair.is_held()  # From now on, more holders than at this moment are callers.
+                chain.lane.add(pair)
         _count(regions.values(), self._max_signatures)
 
     def worth_it(self, seen: Iterable[Variant], hits: Hits, regions: Mapping[Region, RegionCalls]) -> set[Variant]:
@@ -97,8 +95,8 @@ class CapturedChains:
                     generation.links[pair.signature] = links
                 else:
                     generation.links.pop(pair.signature, None)
-            self._session.release([r for r in (pair.forward, pair.backward) if r is not None], pair.stats)
-            pair.stats.static_bytes -= pair.static_bytes
+            pair.release()
+            chain.lane.drop(pair)
         _count(regions.values(), self._max_signatures)
 
 

@@ -39,6 +39,8 @@ _OBSERVED: Final = frozenset(
     }
 )
 """Reasons that a further capture can remove."""
+_OBSERVED_ONCE: Final = frozenset({EagerReason.RESULT_HELD, EagerReason.PLACE_IN_USE})
+"""Reasons that a second slot removes, for a loop that lets go of a result when it has the next."""
 
 
 class Host(Protocol):
@@ -222,7 +224,8 @@ class RegionCalls:
                     return run.start(tensors, arguments, named, signature.ambient.key)
                 reasons.append(found)
             reason = reasons[0]
-        observer = host.observed_call() if reason in _OBSERVED else None
+        is_worth_it = reason in _OBSERVED or (reason in _OBSERVED_ONCE and links is not None and len(links) == 1)
+        observer = host.observed_call() if is_worth_it else None
         if observer is not None:
             return self._observed(observer, reason, signature, tensors, arguments, named)
         return self._eager(reason, arguments, named)
@@ -308,7 +311,7 @@ def _why_not(chain: Chain, index: int, tensors: Sequence[Tensor]) -> EagerReason
         reason = EagerReason.OUT_OF_ORDER
     elif pair.moved_inputs(tensors):
         reason = EagerReason.MOVED_ARGUMENT
-    elif any(each.is_held() for each in graph):
+    elif chain.lane.holds_results(pair.forward_position):
         reason = EagerReason.RESULT_HELD
     elif any(each.has_new_hook() for each in graph):
         reason = EagerReason.NEW_HOOK
@@ -317,10 +320,8 @@ def _why_not(chain: Chain, index: int, tensors: Sequence[Tensor]) -> EagerReason
         for each, calls in zip(graph, chain.receivers[index:], strict=False)
     ):
         reason = EagerReason.OUT_OF_ORDER
-    elif (
-        any(each.is_being_read() for each in graph)
-        or pair.overwrites_what_is_in_use(tensors)
-        or (shares and any(before.num_in_flight for before in chain.pairs[:index]))
+    elif pair.overwrites_what_is_in_use(tensors) or (
+        shares and any(before.num_in_flight for before in chain.pairs[:index])
     ):
         reason = EagerReason.PLACE_IN_USE
     else:

@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
@@ -135,10 +134,8 @@ class _Capturing:
 
     def abandon(self) -> None:
         """Leave nothing behind."""
-        session = self.order.session
         for pair in self.pairs.values():
-            pair.stats.static_bytes -= pair.static_bytes
-            session.release([r for r in (pair.forward, pair.backward) if r is not None], pair.stats)
+            pair.release()
             pair.homes.forget()
 
     def _guarded(self, event: Event, segment: list[Key], capture: Callable[[list[Key]], None]) -> None:
@@ -272,7 +269,8 @@ class _Capturing:
         self._cut(segment, pairs)
         with _flags_of(*(variant for variant, _ in segment)):
             capture_forwards(pairs)
-        for pair in pairs:
+        for (variant, slot), pair in zip(segment, pairs, strict=True):
+            pair.lane = self.order.lanes.of(self.groups[variant], slot)
             pair.forward_position = self.order.lanes.tick()
 
     def _cut(self, segment: list[Key], pairs: list[GraphPair]) -> None:
@@ -324,16 +322,12 @@ class _Capturing:
             else:
                 place[key] = [key]
                 chains.append(place[key])
-        for keys in chains:
-            for key, following in pairwise(keys):
-                readers = self.pairs[key].readers
-                readers[:] = [each for each in readers if each() is not self.pairs[following]]
         return [
             Chain(
                 tuple(self.pairs[key] for key in keys),
                 tuple(order.receivers[variant.region] for variant, _ in keys),
                 keys[0][1],
-                order.lanes.of(self.groups[keys[0][0]], keys[0][1]),
+                self.pairs[keys[0]].lane,
                 order.handovers[keys[1]] if len(keys) > 1 else (),
                 torch.empty(0, device=order.session.device, requires_grad=True),
             )

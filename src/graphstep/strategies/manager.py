@@ -104,7 +104,7 @@ class CudaGraphManager:
         self._look = FastLook(())
         self._has_changes = False
         self._lanes = Lanes()
-        self._chains = CapturedChains(self.session, self._config.max_signatures, self._config.capture_after)
+        self._chains = CapturedChains(self._config.max_signatures, self._config.capture_after)
         self._hits: Counter[tuple[Region, Signature]] = Counter()
         self._num_open = 0
         self._num_unchecked = 0
@@ -223,7 +223,8 @@ class CudaGraphManager:
         self.observed.forget()
         # Inputs seen from now on are captured too where that is wanted; else nothing more is observed.
         self.observer = PlanObserver() if self.on_mismatch is MismatchPolicy.recapture else None
-        seen = {variant for variant, _ in observer.plan.trained()}
+        # In the order of the step, so that all ranks of a job choose the same.
+        seen = list(dict.fromkeys(variant for variant, _ in observer.plan.trained()))
         self._hits.update((variant.region, variant.signature) for variant in seen)
         chosen = self._chains.worth_it(seen, self._hits, self._regions)
         plan = observer.plan.only(chosen)
@@ -326,8 +327,7 @@ class CudaGraphManager:
     def _release(self, chains: list[Chain]) -> None:
         for chain in chains:
             for pair in chain.pairs:
-                self.session.release([r for r in (pair.forward, pair.backward) if r is not None], pair.stats)
-                pair.stats.static_bytes -= pair.static_bytes
+                pair.release()
                 pair.homes.forget()
 
     # ----- report and end
