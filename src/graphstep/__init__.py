@@ -27,7 +27,14 @@ if TYPE_CHECKING:
         StaleAddressError,
         UserInputError,
     )
-    from graphstep.strategies import CudaGraphManager, FullCudaGraphWrapper, LocalGraphs, attach, build_strategy
+    from graphstep.strategies import (
+        CudaGraphManager,
+        FullCudaGraphWrapper,
+        LocalGraphs,
+        attach,
+        build_strategy,
+        make_graphed_callables,
+    )
 
 __all__ = [
     "CaptureError",
@@ -53,6 +60,7 @@ __all__ = [
     "attach",
     "build_strategy",
     "engine_for",
+    "make_graphed_callables",
 ]
 
 _HOMES: Mapping[str, str] = {
@@ -78,6 +86,7 @@ _HOMES: Mapping[str, str] = {
     "attach": "graphstep.strategies",
     "build_strategy": "graphstep.strategies",
     "engine_for": "graphstep.engine",
+    "make_graphed_callables": "graphstep.strategies",
 }
 
 

@@ -110,7 +110,9 @@ class ChainRun:
         pairs = self.chain.pairs[self.first : stop]
         pairs[0].load_inputs(tensors)
         pairs[0].launch_forward()
-        return tuple(output.detach() for pair in pairs for output in pair.outputs)
+        return tuple(
+            output.clone() if pair.copies_results else output.detach() for pair in pairs for output in pair.outputs
+        )
 
     def not_differentiable(self, stop: int) -> list[int]:
         """Positions, among the results of :meth:`forward`, of those without a gradient."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Container, Hashable, Mapping, Sequence
 from operator import attrgetter
 from typing import Any, Final
 
@@ -75,7 +75,7 @@ class GraphPair:
         stats: RegionStats,
         *,
         chained: Mapping[int, tuple[GraphPair, int]] | None = None,
-        through_autograd: frozenset[int] = frozenset(),
+        through_autograd: Container[int] = frozenset(),
         lane: Hashable = 0,
         backward_lane: Hashable = "backward",
         poisons: bool = False,
@@ -99,6 +99,8 @@ class GraphPair:
         self.num_in_flight = 0
         """Runs with a forward of this pair whose backward may still come: 0 or 1."""
         self.num_replays = self.static_bytes = 0
+        self.copies_results = False
+        """Callers get copies of the results, and may keep them."""
         self.owner: object = None
         """Whoever replays it; for their use."""
         self._returns_plain_tuple = False
@@ -148,7 +150,7 @@ class GraphPair:
 
     def warm_up_as(self, other: GraphPair) -> None:
         """Take over what the warmup of another pair of the variant has found."""
-        self._learn([*other._parameters, *other.exposed], other._observation)
+        self._learn(other.trained, other._observation)
         self._known = other._known
 
     def _learn(self, trained: Sequence[Tensor], observation: Observation) -> None:
@@ -244,6 +246,11 @@ class GraphPair:
     def is_ready(self) -> bool:
         """True once both halves are captured."""
         return self._is_forward_captured and self._is_backward_captured
+
+    @property
+    def trained(self) -> list[Tensor]:
+        """The parameters that get a gradient."""
+        return [*self._parameters, *self.exposed]
 
     @property
     def accumulates(self) -> bool:

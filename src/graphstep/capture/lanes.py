@@ -78,6 +78,10 @@ class Lane:
         self._forget_dropped()
         return self._is_held(position)
 
+    def held_results(self) -> list[Results]:
+        """Those that callers hold now."""
+        return [each for each in self._results if each.holders.are_more()]
+
     def _is_held(self, position: int) -> bool:
         look = self._looks.get(position)
         if look is None:

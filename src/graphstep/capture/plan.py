@@ -61,6 +61,8 @@ class ObservedCall:
     """What among the arguments a graph cannot stand for."""
     used: set[int] | None = None
     """Which of its results got a gradient; ``None`` where that is not known, and all count."""
+    samples: tuple[Tensor, ...] = ()
+    """Values of the arguments for the warmup; zeros where there are none."""
     follows: tuple[Variant, int] | None = None
     """The variant and slot of the call just before, if this one got its results, all else as that one had it, and
     nobody else uses those results: the two can be replayed as one."""

@@ -72,8 +72,12 @@ def to_device(batch: Any, device: torch.device) -> Any:
     return unflatten(structure, [tensor.to(device, non_blocking=True) for tensor in tensors])
 
 
-def static_like(layout: TensorLayout) -> Tensor:
-    """A tensor of zeros with a layout, outside of any pool."""
+def static_like(layout: TensorLayout, sample: Tensor | None = None) -> Tensor:
+    """A tensor with a layout, outside of any pool: with the values of a sample, or zeros."""
     made = torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype, device=layout.device)
-    own_entries(made).zero_()
+    if sample is None:
+        own_entries(made).zero_()
+    else:
+        with torch.no_grad():
+            refresh(made, sample)
     return made.requires_grad_(layout.requires_grad)

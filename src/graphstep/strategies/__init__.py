@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from graphstep.strategies.build import build_strategy
 from graphstep.strategies.full_iteration import FullCudaGraphWrapper
+from graphstep.strategies.graphed_callables import make_graphed_callables
 from graphstep.strategies.local import LocalGraphs
 from graphstep.strategies.manager import CudaGraphManager, attach
 from graphstep.strategies.protocol import ForwardBackward, Strategy
@@ -16,4 +17,5 @@ __all__ = [
     "Strategy",
     "attach",
     "build_strategy",
+    "make_graphed_callables",
 ]

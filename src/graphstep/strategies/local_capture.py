@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import gc
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from typing import Final
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +28,17 @@ from graphstep.engine.user_frame import user_line_of
 from graphstep.errors import CaptureError
 
 Pairs = dict[Key, GraphPair]
+
+
+class _Every:
+    """Contains whatever is asked for."""
+
+    def __contains__(self, _number: object) -> bool:
+        return True
+
+
+EVERY_PARAMETER: Final[Container[int]] = _Every()
+"""For :attr:`Order.through_autograd`: those that nobody knows by now as well."""
 
 
 class RegionFailedError(CaptureError):
@@ -51,9 +63,11 @@ class Order:
     """Eager runs of each region before its capture."""
     merge: int = 1
     """Pairs of a chain that become one graph; 0 for all."""
-    through_autograd: frozenset[int] = frozenset()
+    through_autograd: Container[int] = frozenset()
     """Identities of parameters whose gradients autograd accumulates."""
     poisons: bool = False
+    around: Callable[[Event], AbstractContextManager[None]] = lambda _event: nullcontext()
+    """What else is done before and after each capture, outside of it."""
 
 
 def gradients_through_autograd(
@@ -141,7 +155,8 @@ class _Capturing:
     def _guarded(self, event: Event, segment: list[Key], capture: Callable[[list[Key]], None]) -> None:
         region = event.variant.region
         try:
-            with self.order.session.timed(self.order.session.stats(region.name, region.kind)):
+            stats = self.order.session.stats(region.name, region.kind)
+            with self.order.session.timed(stats), self.order.around(event):
                 capture(segment)
         except CaptureError as error:
             where = f"{region.name}, {event.phase.value}"
@@ -225,7 +240,7 @@ class _Capturing:
             elif before is not None and before.signature.layouts[position] == layout:
                 inputs.append(before.inputs[position])  # The same object for both, and so one copy.
             else:
-                inputs.append(static_like(layout))
+                inputs.append(static_like(layout, call.samples[position] if call.samples else None))
                 static_bytes += inputs[-1].nbytes
         stats.static_bytes += static_bytes
         pair = self.pairs[key] = GraphPair(

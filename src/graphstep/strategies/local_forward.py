@@ -24,6 +24,12 @@ class InstalledForward:
             return self._own(*arguments, **named)
         return self._forward(*arguments, **named)
 
+    def __getattr__(self, name: str) -> Any:
+        """What the captured forward offers besides being called, such as ``reset``."""
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self._forward, name)
+
     def runs(self, forward: Callable[..., Any]) -> bool:
         """True if it stands for this one."""
         return self._forward == forward

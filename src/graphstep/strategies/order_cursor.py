@@ -1,0 +1,70 @@
+"""Sees to it that graphs run in the order that they were captured in, where that was given by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from graphstep.errors import PlanError
+from graphstep.strategies.pipeline_order import Phase
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One run of one half of a callable."""
+
+    name: str
+    chunk: int
+    microbatch: int
+    phase: Phase
+
+    def __str__(self) -> str:
+        return f"the {self.phase.value} of {self.name} for microbatch {self.microbatch} (chunk {self.chunk})"
+
+
+class OrderCursor:
+    """The place of a step in its order. After the last turn comes the first again.
+
+    Args:
+        turns: the order of one step.
+    """
+
+    def __init__(self, turns: Sequence[Turn]) -> None:
+        self._turns = tuple(turns)
+        self._next = 0
+        self.num_open = 0
+        """Forwards whose backward may still come."""
+
+    @property
+    def expected(self) -> Turn:
+        """Whose turn it is."""
+        return self._turns[self._next]
+
+    def check(self, turn: Turn) -> None:
+        """Refuse what is not next.
+
+        A step that was given up, with nothing in flight any more, may begin anew.
+
+        Raises:
+            PlanError: names what was expected and what came.
+        """
+        if turn == self.expected:
+            return
+        if not self.num_open and turn == self._turns[0]:
+            self._next = 0
+            return
+        raise PlanError(
+            f"expected {self.expected}, and {turn} came",
+            where=f"place {self._next + 1} of {len(self._turns)} in the order of a step",
+            fix="run forwards and backwards in the order that was given, or give the order in which they run; after an "
+            "error in the middle of a step let go of its results",
+        )
+
+    def take(self, turn: Turn) -> None:
+        """It runs now: the next one follows.
+
+        Raises:
+            PlanError: see :meth:`check`.
+        """
+        self.check(turn)
+        self._next = (self._next + 1) % len(self._turns)
