@@ -8,6 +8,7 @@ from graphstep.strategies.graphed_callables import make_graphed_callables
 from graphstep.strategies.local import LocalGraphs
 from graphstep.strategies.manager import CudaGraphManager, attach
 from graphstep.strategies.protocol import ForwardBackward, Strategy
+from graphstep.strategies.transformer_engine import TECudaGraphHelper, TransformerEngineGraphs
 
 __all__ = [
     "CudaGraphManager",
@@ -15,6 +16,8 @@ __all__ = [
     "FullCudaGraphWrapper",
     "LocalGraphs",
     "Strategy",
+    "TECudaGraphHelper",
+    "TransformerEngineGraphs",
     "attach",
     "build_strategy",
     "make_graphed_callables",

@@ -12,10 +12,10 @@ from graphstep.capture.report import CaptureReport
 from graphstep.capture.session import GraphSession
 from graphstep.capture.static_inputs import to_device
 from graphstep.config import CudaGraphConfig, CudaGraphImpl
-from graphstep.errors import ConfigError, Problem
 from graphstep.strategies.full_iteration import FullCudaGraphWrapper
 from graphstep.strategies.local import LocalGraphs
 from graphstep.strategies.protocol import ForwardBackward, Strategy
+from graphstep.strategies.transformer_engine import TransformerEngineGraphs
 
 
 class EagerStrategy:
@@ -58,7 +58,7 @@ def build_strategy(
     """The strategy of ``graphs.impl`` for a model on a device.
 
     Raises:
-        ConfigError: there is no such strategy, or nothing in the model to capture.
+        ConfigError: nothing in the model to capture.
     """
     if graphs.impl is CudaGraphImpl.none:
         return EagerStrategy(forward_backward_func, model=model, device=device)
@@ -76,11 +76,9 @@ def build_strategy(
             session=GraphSession(device),
             config=graphs,
         )
-    raise ConfigError(
-        Problem(
-            code="impl-not-available",
-            what=f"--cuda-graph-impl {graphs.impl.value} is not available yet",
-            where="--cuda-graph-impl",
-            fix="use none, local or full_iteration",
-        )
+    return TransformerEngineGraphs(
+        forward_backward_func,
+        model=model,
+        session=GraphSession(device),
+        config=graphs,
     )

@@ -83,6 +83,8 @@ class CallableGraphs:
         self.session = session
         self.cursor: OrderCursor | None = None
         """The order of a step; ``None`` if any order will do that keeps what is in flight."""
+        self._num_open = 0
+        """Forwards whose backward may still come."""
         self._on_close: list[Callable[[], None]] = []
 
     def on_close(self, action: Callable[[], None]) -> None:
@@ -94,6 +96,10 @@ class CallableGraphs:
         while self._on_close:
             self._on_close.pop()()
         self.session.close()
+
+    def is_idle(self) -> bool:
+        """True if nothing is in flight."""
+        return self._num_open == 0
 
     def report(self) -> CaptureReport:
         """What has been captured, and how it was used."""
@@ -204,15 +210,14 @@ class CallableGraphs:
     def _takes_turn(self, place: Place) -> None:
         if self.cursor is not None:
             self.cursor.take(place.forward)
-            self.cursor.num_open += 1
+        self._num_open += 1
 
     def _backward(self, place: Place) -> None:
         if self.cursor is not None:
             self.cursor.take(place.backward)
 
     def _closed(self) -> None:
-        if self.cursor is not None:
-            self.cursor.num_open -= 1
+        self._num_open -= 1
 
 
 _IN_TURN: Final = frozenset({EagerReason.RESULT_HELD, EagerReason.CHANGED_ATTRIBUTE, EagerReason.NEW_HOOK})

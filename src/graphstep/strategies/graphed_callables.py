@@ -291,7 +291,7 @@ class _Making:
         graphs = CallableGraphs(session)
         try:
             turns = self._plan(session)
-            graphs.cursor = OrderCursor(turns) if asked.is_ordered else None
+            graphs.cursor = OrderCursor(turns, graphs.is_idle) if asked.is_ordered else None
             result = asked.result(graphs, self.places)
             receivers = {place.captured.region: place.captured for place in self.places}
             for captured in receivers.values():

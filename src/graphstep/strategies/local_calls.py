@@ -69,6 +69,12 @@ class Host(Protocol):
     def run_opened(self) -> Callable[[], None]:
         """A run is in flight from now on. Returns what is called when it is over."""
 
+    def before_run(self, chain: Chain, index: int) -> Callable[[], None] | None:
+        """A run is about to begin with this pair of a chain. Returns what is called before its backward."""
+
+    def not_replayed(self, calls: RegionCalls, reason: EagerReason) -> Callable[[Any], None] | None:
+        """No chain can serve a call, for this reason. Returns what is called with the result of its eager run."""
+
     def verify(self) -> None:
         """Refuse to go on if something moved."""
 
@@ -99,6 +105,8 @@ class RegionCalls:
         """The one that is as things are now."""
         self.why_not: EagerReason = EagerReason.NOT_CAPTURED_YET
         """Why nothing is captured."""
+        self.manual_hook: Callable[[], object] | None = None
+        """Called before each replay."""
         self.is_full = False
         """No further signature is captured without giving one up."""
         self._modules = modules
@@ -176,6 +184,8 @@ class RegionCalls:
             ):
                 if self._is_debugging:
                     self._host.verify()
+                if self.manual_hook is not None:
+                    self.manual_hook()
                 return pending.advance()
             pending.drop()
         return self._start(arguments, named)
@@ -219,7 +229,9 @@ class RegionCalls:
             for chain, index in links if len(links) == 1 else _nearest_first(links, tensors):
                 found = _why_not(chain, index, tensors)
                 if found is None:
-                    check = host.verify if self._is_debugging else None
+                    if self.manual_hook is not None:
+                        self.manual_hook()
+                    check = host.before_run(chain, index)
                     run = ChainRun(chain, index, host.run_opened(), check)
                     return run.start(tensors, arguments, named, signature.ambient.key)
                 reasons.append(found)
@@ -265,8 +277,12 @@ class RegionCalls:
         return EagerReason.TOO_MANY_SIGNATURES if self.is_full else EagerReason.OTHER_SIGNATURE
 
     def _eager(self, reason: EagerReason, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        afterwards = self._host.not_replayed(self, reason)
         self.stats.eager_calls[reason] += 1
-        return self.region.function(*arguments, **named)
+        result = self.region.function(*arguments, **named)
+        if afterwards is not None:
+            afterwards(result)
+        return result
 
     def _observed(
         self,

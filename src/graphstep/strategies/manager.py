@@ -6,7 +6,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping
 from types import TracebackType
-from typing import Final
+from typing import Any, ClassVar, Final
 
 import torch
 from torch import nn
@@ -76,6 +76,9 @@ class CudaGraphManager:
       through an alias.
     """
 
+    _impls: ClassVar[frozenset[CudaGraphImpl]] = frozenset({CudaGraphImpl.local, CudaGraphImpl.none})
+    """What a configuration may ask for."""
+
     def __init__(
         self,
         model: nn.Module,
@@ -86,7 +89,7 @@ class CudaGraphManager:
         is_automatic: bool = True,
     ) -> None:
         self._config = config if config is not None else CudaGraphConfig(impl=CudaGraphImpl.local)
-        if self._config.impl not in {CudaGraphImpl.local, CudaGraphImpl.none}:
+        if self._config.impl not in self._impls:
             raise ConfigError(other_strategy(self._config.impl))
         self.session = session if session is not None else GraphSession(_device_of(model))
         self.device_type = self.session.device.type
@@ -193,6 +196,16 @@ class CudaGraphManager:
 
     def _run_closed(self) -> None:
         self._num_open -= 1
+
+    def before_run(self, chain: Chain, index: int) -> Callable[[], None] | None:
+        """In debug mode, addresses are checked before backwards too."""
+        del chain, index
+        return self.verify if self.is_debugging else None
+
+    def not_replayed(self, calls: RegionCalls, reason: EagerReason) -> Callable[[Any], None] | None:
+        """It runs eagerly, and that is all."""
+        del calls, reason
+        return None
 
     # ----- capture
 

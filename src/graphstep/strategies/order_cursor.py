@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 from graphstep.errors import PlanError
 from graphstep.strategies.pipeline_order import Phase
@@ -27,13 +27,13 @@ class OrderCursor:
 
     Args:
         turns: the order of one step.
+        is_idle: true if nothing is in flight.
     """
 
-    def __init__(self, turns: Sequence[Turn]) -> None:
+    def __init__(self, turns: Sequence[Turn], is_idle: Callable[[], bool]) -> None:
         self._turns = tuple(turns)
         self._next = 0
-        self.num_open = 0
-        """Forwards whose backward may still come."""
+        self._is_idle = is_idle
 
     @property
     def expected(self) -> Turn:
@@ -50,7 +50,7 @@ class OrderCursor:
         """
         if turn == self.expected:
             return
-        if not self.num_open and turn == self._turns[0]:
+        if turn == self._turns[0] and self._is_idle():
             self._next = 0
             return
         raise PlanError(
@@ -68,3 +68,9 @@ class OrderCursor:
         """
         self.check(turn)
         self._next = (self._next + 1) % len(self._turns)
+
+    def next_forward(self, name: str, chunk: int) -> Turn:
+        """The turn that a forward of a chunk would be now: of the microbatch after those that have had theirs."""
+        done = sum(turn.chunk == chunk and turn.phase is Phase.FORWARD for turn in self._turns[: self._next])
+        turn = Turn(name, chunk, done, Phase.FORWARD)
+        return turn if turn in self._turns else replace(turn, microbatch=0)

@@ -96,14 +96,6 @@ def _idle_in_train(name: str) -> Rule:
 
 AVAILABILITY_RULES: tuple[Rule, ...] = (
     Rule(
-        code="not-available-transformer-engine",
-        fields=("cuda_graph_impl",),
-        broken=lambda o: o.cuda_graph_impl == "transformer_engine",
-        what="--cuda-graph-impl transformer_engine is not available yet in graphstep train",
-        fix="use --cuda-graph-impl local or full_iteration",
-        for_training=True,
-    ),
-    Rule(
         code="not-available-optimizer-graph",
         fields=("optimizer_cuda_graph",),
         broken=lambda o: o.optimizer_cuda_graph,

@@ -1,0 +1,239 @@
+"""``transformer_engine``: layers captured on request, for the order of a pipeline schedule."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
+from typing import Any
+
+from torch import Tensor, nn
+
+from graphstep.capture.report import CaptureReport
+from graphstep.capture.session import GraphSession
+from graphstep.capture.static_inputs import to_device
+from graphstep.config import CudaGraphConfig
+from graphstep.errors import ConfigError, InputMismatchError, LifecycleError, Problem
+from graphstep.strategies import pipeline_order
+from graphstep.strategies.ordered_graphs import OrderedGraphs
+from graphstep.strategies.protocol import ForwardBackward
+
+
+class TECudaGraphHelper:
+    """Graphs for the layers of a model in a training loop of one's own, with the calls that Megatron's users know.
+
+    From construction on, the layers record how they are called; everything runs eagerly. After the first steps
+    :meth:`create_cudagraphs` captures them for the order of the schedule, and from then on they replay in that order:
+    a forward or backward out of turn raises ``PlanError``. Evaluation (grad mode or training flags off) stays eager at
+    any time. Nothing else of Transformer Engine is needed.
+
+    Args:
+        model: the model, or its chunks on this rank; wrappers are looked into.
+        config: what to capture; ``impl`` is ``transformer_engine``.
+        seq_length: tokens of a sequence; checked against the recorded calls.
+        micro_batch_size: sequences of a microbatch; checked as well.
+        optimizers: accepted; a capture leaves gradients as they are.
+        num_microbatches: of a step. Of a single stage with one chunk any number may be run.
+        pipeline_size: stages.
+        pipeline_rank: of this stage, from 0.
+        microbatch_group_size: of an interleaved schedule; by default the number of stages.
+        order: in place of the numbers above, as ``_order`` of :func:`graphstep.make_graphed_callables`.
+        session: owner of the graphs; by default a new one on the device of the first parameter.
+
+    Raises:
+        ConfigError: no layer can be captured, sizes that make no schedule, or another ``impl``.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | Sequence[nn.Module],
+        config: CudaGraphConfig,
+        seq_length: int,
+        micro_batch_size: int,
+        optimizers: Sequence[Any] = (),
+        *,
+        num_microbatches: int = 1,
+        pipeline_size: int = 1,
+        pipeline_rank: int = 0,
+        microbatch_group_size: int | None = None,
+        order: Sequence[float] | None = None,
+        session: GraphSession | None = None,
+    ) -> None:
+        del optimizers
+        chunks = [model] if isinstance(model, nn.Module) else list(model)
+        if not chunks:
+            raise ConfigError(Problem("te-no-model", "there is no model chunk", "model", "give a module"))
+        if order is None:
+            is_single = pipeline_size == 1 and len(chunks) == 1
+            order = pipeline_order.pipeline_order(
+                1 if is_single else num_microbatches,
+                pipeline_size=pipeline_size,
+                pipeline_rank=pipeline_rank,
+                num_model_chunks=len(chunks),
+                microbatch_group_size=microbatch_group_size,
+            )
+        self.steps = pipeline_order.steps_of(order, num_chunks=len(chunks), names="order")
+        """The schedule that is captured."""
+        self._sizes = micro_batch_size, seq_length
+        self._session = session
+        self._graphs: OrderedGraphs | None = self._open(chunks, config)
+        self._has_tried = False
+
+    def _open(self, chunks: Sequence[nn.Module], config: CudaGraphConfig) -> OrderedGraphs:
+        parameter = next((p for chunk in chunks for p in chunk.parameters()), None)
+        device = parameter.device if parameter is not None else "cpu"
+        return OrderedGraphs(chunks, config, session=self._session or GraphSession(device))
+
+    @property
+    def num_buffer_sets(self) -> tuple[int, ...]:
+        """For each chunk, sets of static buffers and graphs: microbatches in flight, however many a step has."""
+        return self._graphs.num_slots if self._graphs is not None else ()
+
+    @property
+    def is_recorded(self) -> bool:
+        """True once every layer has run forward and backward, so that graphs can be created."""
+        return self._graphs is not None and self._graphs.is_recorded
+
+    def create_cudagraphs(self) -> None:
+        """Capture the layers. Does nothing if that has been done.
+
+        Raises:
+            LifecycleError: called before a training step, in the middle of one, or after :meth:`delete_cuda_graphs`.
+            InputMismatchError: the recorded calls have other sizes than this object was made for.
+            CaptureError: names the layer. Nothing is left behind.
+        """
+        graphs = self._opened("create_cudagraphs")
+        if graphs.is_captured:
+            return
+        self._check_sizes(graphs)
+        graphs.capture(self.steps)
+        self._has_tried = True
+
+    def _check_sizes(self, graphs: OrderedGraphs) -> None:
+        plan = graphs.observer.plan if graphs.observer is not None else None
+        for call in plan.calls if plan is not None else ():
+            layouts = call[0].signature.layouts
+            shape = layouts[0].shape if layouts else ()
+            if len(shape) >= 2 and sorted(shape[:2]) != sorted(self._sizes):
+                raise InputMismatchError(
+                    f"it was called with a tensor of shape {tuple(shape)}, which has not the micro-batch size "
+                    f"{self._sizes[0]} and the sequence length {self._sizes[1]}",
+                    where=call[0].region.name,
+                    fix="give TECudaGraphHelper the sizes of the training step",
+                )
+
+    def cuda_graph_set_manual_hooks(self, hook: Callable[[nn.Module], object] | None = None) -> None:
+        """Have a function called with every captured module that has parameters, before each replay of its layer.
+
+        For what hooks inside of the captured layers do eagerly, such as gathering weights.
+
+        Args:
+            hook: by default the one that the chunk's wrapper makes (``_make_forward_pre_hook``), as Megatron's does;
+                without either nothing happens.
+
+        Raises:
+            LifecycleError: there are no graphs yet.
+        """
+        graphs = self._opened("cuda_graph_set_manual_hooks")
+        if not graphs.is_captured:
+            raise LifecycleError(
+                "there are no graphs to set hooks for",
+                where="cuda_graph_set_manual_hooks",
+                fix="call create_cudagraphs() first",
+            )
+        graphs.set_manual_hooks(hook)
+
+    def capture_finished(self) -> bool:
+        """True once :meth:`create_cudagraphs` has run, so that all ranks agree."""
+        return self._has_tried
+
+    def graphs_created(self) -> bool:
+        """True while there are graphs."""
+        return self._graphs is not None and self._graphs.is_captured
+
+    def delete_cuda_graphs(self) -> None:
+        """Free the graphs; the layers run eagerly from now on. May be called at any time, and twice."""
+        graphs, self._graphs = self._graphs, None
+        if graphs is not None:
+            graphs.close()
+
+    def report(self) -> CaptureReport:
+        """What has been captured, and how it was used.
+
+        Raises:
+            LifecycleError: the graphs are deleted.
+        """
+        return self._opened("report").report()
+
+    def _opened(self, where: str) -> OrderedGraphs:
+        if self._graphs is None:
+            raise LifecycleError("the graphs are deleted", where=where, fix="make a new TECudaGraphHelper")
+        return self._graphs
+
+
+class TransformerEngineGraphs:
+    """``transformer_engine`` as a strategy of the training loop: captures after the warmup steps.
+
+    Args:
+        forward_backward_func: runs the step, one microbatch after another; called with batches on the session's device.
+        model: contains at least one layer that is to be captured.
+        session: owner of the graphs.
+        config: what to capture and how.
+
+    Raises:
+        ConfigError: see :class:`TECudaGraphHelper`.
+    """
+
+    def __init__(
+        self,
+        forward_backward_func: ForwardBackward,
+        *,
+        model: nn.Module,
+        session: GraphSession,
+        config: CudaGraphConfig,
+    ) -> None:
+        self._function, self._model, self._session = forward_backward_func, model, session
+        self._num_warmup_steps = config.warmup_steps
+        self._num_steps = 0
+        steps = pipeline_order.steps_of(pipeline_order.pipeline_order(1), num_chunks=1)
+        self._steps, self._graphs = steps, OrderedGraphs([model], config, session=session)
+
+    def forward_backward(
+        self, *, data_iterator: Iterator[Any], num_microbatches: int, forward_only: bool = False
+    ) -> Tensor:
+        """Run the step: eager code with replays in it. Returns losses [num_microbatches].
+
+        Raises:
+            CaptureError: names the layer that cannot be captured.
+            PlanError: the function runs several microbatches at a time.
+            StaleAddressError: a parameter, buffer or gradient has moved since the capture.
+            LifecycleError: this object is closed.
+        """
+        self._session.require_open()
+        if not forward_only and self._num_steps >= max(1, self._num_warmup_steps) and not self._graphs.is_captured:
+            self._graphs.capture(self._steps)
+        if not forward_only and not self._num_steps and not self._num_warmup_steps:
+            warnings.warn(
+                "--cuda-graph-warmup-steps 0: the first step runs eagerly all the same, because layers are captured "
+                "with the arguments of a real call",
+                UserWarning,
+                stacklevel=2,
+            )
+        device = self._session.device
+        batches = (to_device(batch, device) for batch in islice(data_iterator, num_microbatches))
+        losses = self._function(
+            data_iterator=batches, model=self._model, num_microbatches=num_microbatches, forward_only=forward_only
+        )
+        self._num_steps += not forward_only
+        return losses
+
+    def end_step(self) -> None:
+        """Nothing to do: the next step captures."""
+
+    def report(self) -> CaptureReport:
+        """What has been captured so far."""
+        return self._graphs.report()
+
+    def close(self) -> None:
+        """Put the layers' own ``forward`` back and free the graphs. May be called twice."""
+        self._graphs.close()
