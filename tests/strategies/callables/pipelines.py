@@ -2,14 +2,31 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from tests.strategies.callables.jobs import Block, Job
+from tests.strategies.callables.jobs import HIDDEN, Block, Job
 from torch import Tensor, nn
 
 from graphstep.strategies.pipeline_order import OrderStep, Phase, pipeline_order, steps_of
+
+
+class Small(nn.Module):
+    """As few operations as there can be with dropout and a buffer that changes."""
+
+    last: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(HIDDEN, HIDDEN)
+        self.register_buffer("last", torch.zeros(HIDDEN))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.last.copy_(x[0])
+        return x + nn.functional.dropout(self.linear(x), 0.1)
 
 
 class Rank:
@@ -85,7 +102,10 @@ class Pipeline:
             for rank in range(num_stages)
         ]
         orders = orders or [order_of_rank(num_stages, rank, num_microbatches, num_chunks) for rank in range(num_stages)]
-        self.ranks = [Rank(job, order, each, **options) for order, each in zip(orders, chunks, strict=True)]
+        self.ranks = []
+        for order, each in zip(orders, chunks, strict=True):
+            gc.freeze()  # The tape collects garbage at each capture: not through all ranks that are there already.
+            self.ranks.append(Rank(job, order, each, **options))
 
     def step(self) -> list[Tensor]:
         """Forwards and backwards of all ranks; returns what the loss of each microbatch was."""

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Iterator
+
 import pytest
 import torch
-from tests.strategies.callables.jobs import DTYPES, Job, compared
-from tests.strategies.callables.pipelines import Pipeline, Rank, order_of_rank
+from tests.strategies.callables.jobs import DTYPES, Block, Job, compared
+from tests.strategies.callables.pipelines import Pipeline, Rank, Small, order_of_rank
 
 from graphstep.strategies.pipeline_order import max_in_flight, steps_of
 
@@ -20,12 +23,22 @@ def insist_on_the_depth(rank: Rank) -> None:
     assert [row.num_recordings for row in rank.handle.report().rows] == expected
 
 
+@pytest.fixture(autouse=True)
+def frozen_only_for_the_test() -> Iterator[None]:
+    yield
+    gc.unfreeze()
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.mark.parametrize("num_chunks", CHUNKS)
 @pytest.mark.parametrize("num_stages", STAGES)
 def test_every_microbatch_of_a_pipeline_is_as_eager(device: torch.device, num_stages: int, num_chunks: int) -> None:
     def script(job: Job) -> None:
-        pipeline = Pipeline(job, num_stages, 2 * num_stages, num_chunks)
-        pipeline.train(5 if num_stages * num_chunks <= 8 else 2)
+        is_large = num_stages * num_chunks > 8
+        num_microbatches = num_stages if num_stages * num_chunks > 16 else 2 * num_stages
+        pipeline = Pipeline(job, num_stages, num_microbatches, num_chunks, build=Small if is_large else Block)
+        pipeline.train(2 if is_large else 5)
         if job.graphs:
             for rank in pipeline.ranks:
                 insist_on_the_depth(rank)
