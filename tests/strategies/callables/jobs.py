@@ -171,7 +171,8 @@ def compared(
         assert job.trace, "the script noted nothing"
         for number, (tensor, as_it_was) in enumerate(job.kept):
             assert torch.equal(tensor.detach(), as_it_was), f"kept tensor {number} changed (graphs: {graphs})"
-    assert differences(jobs[0].trace, jobs[1].trace) == []
+    different = differences(jobs[0].trace, jobs[1].trace)
+    assert not different, different[:6]
     if replays is not None:
         found = sum(row.num_replays for row in jobs[1].rows)
         assert found == replays if replays >= 0 else found > 0, jobs[1].reasons()
