@@ -16,7 +16,7 @@ from common.clocks import seconds_of
 from graphstep.capture.report import CaptureReport
 from graphstep.config import CudaGraphConfig, CudaGraphImpl
 from graphstep.models import GPTModel
-from graphstep.strategies import ForwardBackward, Strategy, build_strategy
+from graphstep.strategies import ForwardBackward, Strategy, build_strategy, make_graphed_callables
 
 
 class Arm(Protocol):
@@ -199,6 +199,53 @@ class LocalMergedArm(StrategyArm):
     graphs: ClassVar[CudaGraphConfig] = CudaGraphConfig(impl=CudaGraphImpl.local, merge_layers=0)
 
 
+class TransformerEngineArm(StrategyArm):
+    """``transformer_engine``: layers captured for the order of the schedule, here one microbatch after another."""
+
+    name: ClassVar[str] = "transformer_engine"
+    graphs: ClassVar[CudaGraphConfig] = CudaGraphConfig(impl=CudaGraphImpl.transformer_engine, warmup_steps=1)
+
+
+class GraphedCallablesArm(EagerArm):
+    """``graphstep.make_graphed_callables`` on the layers, gradients accumulated in the graphs; the rest is eager."""
+
+    name: ClassVar[str] = "graphed_callables"
+
+    def __init__(self, step_of: Callable[[Gradients], ForwardBackward] = zeroing_step) -> None:
+        super().__init__(step_of)
+        self._graphs: Any = None
+
+    def details(self) -> dict[str, Any]:
+        """The report, summed over the layers."""
+        return summed(self._graphs.report()) if self._graphs is not None else {}
+
+    def build(self, case: Case) -> None:
+        """Capture all layers in one call."""
+        model = self._make(case).model
+        samples = layer_samples(case, model)
+        self.capture_seconds = seconds_of(
+            lambda: make_graphed_callables(tuple(model.layers), samples, accumulate_param_grads=True), case.device
+        )
+        self._graphs = model.layers[0].forward
+        self.step(case.batches(0))
+
+    def close(self) -> None:
+        """Free the graphs, then the model."""
+        if self._graphs is not None:
+            self._graphs.reset()
+            self._graphs = None
+        super().close()
+
+
+def layer_samples(case: Case, model: GPTModel) -> tuple[tuple[Tensor, ...], ...]:
+    """Arguments of each layer."""
+    tokens_BS = case.batches(0)[0]["tokens"]
+    with torch.no_grad():
+        hidden_BSH = model.embedding(tokens_BS)
+        context = () if model.rotary is None else model.rotary(tokens_BS.shape[1], hidden_BSH.dtype)
+    return tuple((torch.randn_like(hidden_BSH).requires_grad_(), *context) for _ in model.layers)
+
+
 class MakeGraphedCallablesArm(EagerArm):
     """``torch.cuda.make_graphed_callables`` on the layers; everything else, accumulation included, is eager."""
 
@@ -212,11 +259,7 @@ class MakeGraphedCallablesArm(EagerArm):
     def build(self, case: Case) -> None:
         """Capture all layers in one call."""
         model = self._make(case).model
-        tokens_BS = case.batches(0)[0]["tokens"]
-        with torch.no_grad():
-            hidden_BSH = model.embedding(tokens_BS)
-            context = () if model.rotary is None else model.rotary(tokens_BS.shape[1], hidden_BSH.dtype)
-        samples = tuple((torch.randn_like(hidden_BSH).requires_grad_(), *context) for _ in model.layers)
+        samples = layer_samples(case, model)
         self.capture_seconds = seconds_of(
             lambda: torch.cuda.make_graphed_callables(tuple(model.layers), samples), case.device
         )
@@ -311,6 +354,8 @@ ARMS: MappingProxyType[str, Callable[[], Arm]] = MappingProxyType(
             FullIterationArm,
             LocalArm,
             LocalMergedArm,
+            TransformerEngineArm,
+            GraphedCallablesArm,
             MakeGraphedCallablesArm,
             CompileArm,
             CompileReduceOverheadArm,

@@ -44,14 +44,15 @@ def results_of(text: str) -> Any:
 def test_arms_agree_and_results_are_written(
     train_step: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    arms = ["eager", "full_iteration", "local", "local_merged", "make_graphed_callables", "compile_reduce_overhead"]
+    ours = ["eager", "full_iteration", "local", "local_merged", "transformer_engine", "graphed_callables"]
+    arms = [*ours, "make_graphed_callables", "compile_reduce_overhead"]
     argv = [*TINY, "--num-microbatches", "2", "--arms", *arms, "--output", str(tmp_path)]
     assert train_step.main(argv) == 0
     printed = capsys.readouterr().out
     results = results_of(printed)
     found = {arm["name"]: arm for arm in results["arms"]}
     assert list(found) == arms
-    for name in arms[:4]:
+    for name in ours:
         assert found[name]["status"] == "ok"
         for mode in ("normal", "deterministic"):
             agreement = found[name]["compared_with_eager"][mode]
@@ -59,7 +60,7 @@ def test_arms_agree_and_results_are_written(
             assert agreement["gradients_equal"], (name, mode)
         assert found[name]["step_ms"]["median"] > 0.0
         assert len(found[name]["passes"]) == 2
-    for name in arms[4:]:
+    for name in arms[len(ours) :]:
         assert found[name] == {
             "name": name,
             "is_ours": False,

@@ -265,7 +265,6 @@ NOTICES: dict[str, str | Example] = {
     "rl-no-inference-graphs": f"{RL} {TE} --rl-persist-cuda-graphs",
 }
 TRAINING_PROBLEMS: dict[str, str | Example] = {
-    "not-available-transformer-engine": TE,
     "not-available-optimizer-graph": "--optimizer-cuda-graph",
     "not-available-retain": f"{LOCAL} --cuda-graph-retain-backward-graph",
     "not-available-ranks": Example("", TWO_RANKS),

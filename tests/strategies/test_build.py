@@ -9,27 +9,17 @@ from tests.strategies.runs import Run
 
 from graphstep.config import CudaGraphConfig
 from graphstep.errors import ConfigError
-from graphstep.strategies import FullCudaGraphWrapper, LocalGraphs, build_strategy
+from graphstep.strategies import FullCudaGraphWrapper, LocalGraphs, TransformerEngineGraphs, build_strategy
+
+IMPLS = ("none", "local", "transformer_engine", "full_iteration")
 
 
 def test_every_name_gives_its_strategy(device: torch.device) -> None:
-    kinds = {impl: type(Run(device, impl).strategy) for impl in ("none", "local", "full_iteration")}
+    kinds = {impl: type(Run(device, impl).strategy) for impl in IMPLS}
     assert kinds["local"] is LocalGraphs
     assert kinds["full_iteration"] is FullCudaGraphWrapper
-    assert len(set(kinds.values())) == 3
-
-
-def test_what_is_not_there_yet_is_refused() -> None:
-    with pytest.raises(ConfigError) as caught:
-        build_strategy(
-            CudaGraphConfig(impl="transformer_engine"),
-            model=Decoder(),
-            forward_backward_func=run_microbatches,
-            device=torch.device("cpu"),
-        )
-    (problem,) = caught.value.problems
-    assert problem.code == "impl-not-available"
-    assert problem.fix
+    assert kinds["transformer_engine"] is TransformerEngineGraphs
+    assert len(set(kinds.values())) == len(IMPLS)
 
 
 def test_a_device_without_engine_is_refused() -> None:
@@ -44,7 +34,7 @@ def test_a_device_without_engine_is_refused() -> None:
 
 def test_eager_reads_no_further_than_the_step(device: torch.device) -> None:
     """All strategies take as many batches as they were told."""
-    for impl in ("none", "local", "full_iteration"):
+    for impl in IMPLS:
         run = Run(device, impl)
         batches = iter([run.batch() for _ in range(10)])
         for _ in range(3):

@@ -235,7 +235,8 @@ class RegionCalls:
                     run = ChainRun(chain, index, host.run_opened(), check)
                     return run.start(tensors, arguments, named, signature.ambient.key)
                 reasons.append(found)
-            reason = reasons[0]
+            # Of a slot in flight there is nothing to say if another one was free.
+            reason = next((each for each in reasons if each is not EagerReason.MORE_IN_FLIGHT), reasons[0])
         is_worth_it = reason in _OBSERVED or (reason in _OBSERVED_ONCE and links is not None and len(links) == 1)
         observer = host.observed_call() if is_worth_it else None
         if observer is not None:

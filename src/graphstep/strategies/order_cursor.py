@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from graphstep.errors import PlanError
 from graphstep.strategies.pipeline_order import Phase
@@ -71,6 +71,8 @@ class OrderCursor:
 
     def next_forward(self, name: str, chunk: int) -> Turn:
         """The turn that a forward of a chunk would be now: of the microbatch after those that have had theirs."""
-        done = sum(turn.chunk == chunk and turn.phase is Phase.FORWARD for turn in self._turns[: self._next])
-        turn = Turn(name, chunk, done, Phase.FORWARD)
-        return turn if turn in self._turns else replace(turn, microbatch=0)
+        before = self._turns[: self._next]
+        if self._is_idle() and sum(1 if turn.phase is Phase.FORWARD else -1 for turn in before):
+            before = ()  # The step was given up.
+        done = sum(turn.chunk == chunk and turn.phase is Phase.FORWARD for turn in before)
+        return Turn(name, chunk, done, Phase.FORWARD)

@@ -107,7 +107,7 @@ class OrderedGraphs(CudaGraphManager):
         if reason in _REFUSED:
             turn = self._cursor.next_forward(calls.region.name, self._chunk_of[calls.region])
             raise PlanError(
-                f"expected {self._cursor.expected}, and {turn} came",
+                f"expected {self._cursor.expected}, and {turn} came ({reason})",
                 where=calls.region.name,
                 fix="run forwards and backwards in the order of the schedule that was captured; after an error in the "
                 "middle of a step let go of its results",
@@ -186,7 +186,7 @@ class OrderedGraphs(CudaGraphManager):
         for module in self._modules:
             for calls in module.regions:
                 found = made[self._chunk_of[calls.region]]
-                owners = [inner for inner in calls.region.modules if any(inner.parameters(recurse=False))]
+                owners = [inner for inner in calls.region.modules if [*inner.parameters(recurse=False)]]
                 calls.manual_hook = partial(_call_with_each, found, owners) if found is not None else None
 
 
