@@ -48,6 +48,8 @@ class ChainRun:
         self._versions: list[list[int]] = []
         """Of the results handed out, to see whether somebody wrote into them."""
         self.num_landmarks = 0
+        self.copied: frozenset[int] = frozenset()
+        """Pairs whose callers get copies of the results."""
         self._is_open = False
         self._has_run = False
 
@@ -110,9 +112,21 @@ class ChainRun:
         pairs = self.chain.pairs[self.first : stop]
         pairs[0].load_inputs(tensors)
         pairs[0].launch_forward()
-        return tuple(
-            output.clone() if pair.copies_results else output.detach() for pair in pairs for output in pair.outputs
-        )
+        self.copied = frozenset(index for index, pair in enumerate(pairs, self.first) if pair.copies_results)
+        made = [
+            torch.empty_like(output) if index in self.copied else output.detach()
+            for index, pair in enumerate(pairs, self.first)
+            for output in pair.outputs
+        ]
+        self.fill(self.first, made)
+        return tuple(made)
+
+    def fill(self, index: int, results: Sequence[Tensor]) -> None:
+        """A pair has run forward: copy its results to where its callers get them, if they get copies."""
+        if index in self.copied:
+            with torch.no_grad():
+                for result, output in zip(results, self.chain.pairs[index].outputs, strict=False):
+                    result.detach().copy_(output)
 
     def not_differentiable(self, stop: int) -> list[int]:
         """Positions, among the results of :meth:`forward`, of those without a gradient."""

@@ -100,6 +100,8 @@ class Pending:
         run.advance()
         pair = run.chain.pairs[run.latest]
         results = self._handles[self._next]
+        if run.copied:
+            run.fill(run.latest, results)
         result = pair.result_of(results)
         if self._next + 1 < len(self._handles):
             self.arm()

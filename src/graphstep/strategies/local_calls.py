@@ -27,6 +27,7 @@ from graphstep.engine import torch_private
 from graphstep.errors import CaptureError, InputMismatchError
 from graphstep.strategies.local_observed import ObservedCalls, is_subclassed
 
+_OR_EAGERLY: Final = "; or let such calls run eagerly: policy='auto' (--cuda-graph-policy auto)"
 _training_of: Final = attrgetter("training")
 _OBSERVED: Final = frozenset(
     {
@@ -249,7 +250,7 @@ class RegionCalls:
             "tensors: they work on what autograd saves, and a replay saves nothing",
             where=self.region.name,
             fix="use the reentrant form (use_reentrant=True), which replays when it computes again; or a checkpoint "
-            "without dropout inside the region; or let such calls run eagerly: --cuda-graph-policy auto",
+            "without dropout inside the region" + _OR_EAGERLY * self._host.is_required,
         )
         if self._host.is_required:
             raise error

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Final
 
 from graphstep.errors import PlanError
 from graphstep.strategies.pipeline_order import Phase
@@ -20,6 +22,10 @@ class Turn:
 
     def __str__(self) -> str:
         return f"the {self.phase.value} of {self.name} for microbatch {self.microbatch} (chunk {self.chunk})"
+
+
+_CHANGE: Final = MappingProxyType({Phase.FORWARD: 1, Phase.BACKWARD: -1, Phase.WEIGHT_GRADIENT: 0})
+"""Of the number of microbatches in flight."""
 
 
 class OrderCursor:
@@ -72,7 +78,7 @@ class OrderCursor:
     def next_forward(self, name: str, chunk: int) -> Turn:
         """The turn that a forward of a chunk would be now: of the microbatch after those that have had theirs."""
         before = self._turns[: self._next]
-        if self._is_idle() and sum(1 if turn.phase is Phase.FORWARD else -1 for turn in before):
+        if self._is_idle() and sum(_CHANGE[turn.phase] for turn in before):
             before = ()  # The step was given up.
         done = sum(turn.chunk == chunk and turn.phase is Phase.FORWARD for turn in before)
         return Turn(name, chunk, done, Phase.FORWARD)
