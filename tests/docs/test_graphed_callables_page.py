@@ -1,0 +1,60 @@
+"""docs/graphed-callables.md and the example that it walks through run, and print what they say."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = (ROOT / "docs" / "graphed-callables.md").read_text(encoding="utf-8")
+EXAMPLE = ROOT / "examples" / "custom_loop.py"
+BLOCKS = re.findall(r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
+PRINTED = re.compile(r"^ *print\(.*\)  # (.*)$", re.MULTILINE)
+
+
+def test_the_blocks_run_one_after_another(capsys: pytest.CaptureFixture[str]) -> None:
+    torch.manual_seed(0)
+    names: dict[str, Any] = {"__name__": "graphed_callables"}
+    for code in BLOCKS:
+        exec(compile(code, "graphed-callables.md", "exec", dont_inherit=True), names)
+    assert capsys.readouterr().out.splitlines() == [text for code in BLOCKS for text in PRINTED.findall(code)]
+    assert len(BLOCKS) >= 4
+
+
+def test_the_example_trains() -> None:
+    done = subprocess.run([sys.executable, EXAMPLE], capture_output=True, text=True, check=True, cwd=ROOT, timeout=300)
+    *steps, graphs = done.stdout.splitlines()
+    losses = [float(line.rsplit(maxsplit=1)[1]) for line in steps]
+    assert losses == sorted(losses, reverse=True) or losses[-1] < losses[0]
+    assert graphs == "6 graphs"
+
+
+def test_six_lines_wire_the_example() -> None:
+    lines = EXAMPLE.read_text(encoding="utf-8").splitlines()
+    wired = [line.removesuffix("  # graphs") for line in lines if line.endswith("  # graphs")]
+    assert len(wired) == 6
+    assert all("graphstep" not in line or line in wired for line in lines if not line.startswith('"""'))
+    table = [re.sub(r"\.\.\.", "", cell) for cell in re.findall(r"^\| `(.*?)` \|", PAGE, re.MULTILINE)]
+    assert len(table) == 6
+
+
+def test_without_those_lines_the_example_prints_the_same_losses(tmp_path: Path) -> None:
+    """Bit for bit: the losses are printed after steps in which gradients, dropout and clipping have had their say."""
+    text = EXAMPLE.read_text(encoding="utf-8")
+    plain = "\n".join(line for line in text.splitlines() if not line.endswith("  # graphs"))
+    # The sample drew random numbers.
+    plain = plain.replace("\nfor step in", "\ntorch.randn(BATCH, LENGTH, HIDDEN, device=device)\nfor step in", 1)
+    plain = plain.replace("__file__", repr(str(EXAMPLE)))
+    copy = tmp_path / "plain.py"
+    copy.write_text(plain, encoding="utf-8")
+    outputs = [
+        subprocess.run([sys.executable, path], capture_output=True, text=True, check=True, cwd=ROOT, timeout=300).stdout
+        for path in (EXAMPLE, copy)
+    ]
+    assert outputs[0].splitlines()[:-1] == outputs[1].splitlines()
