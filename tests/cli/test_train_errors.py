@@ -181,10 +181,13 @@ def test_a_checkpoint_of_another_model(capsys: pytest.CaptureFixture[str]) -> No
     trained()
     argv = (*MOCK, "--load", "run", "--save", "run", "--train-iters", "4")
     text = refused((*argv, "--hidden-size", "32"), capsys)
-    assert "hidden_size: expected 32, found 16" in text
-    assert "embedding.weight: expected [384, 32] float32, found [384, 16] float32" in text
-    assert "exp_avg.embedding.weight" in text
-    assert "num_attention_heads: expected 4, found 2" in refused((*argv, "--num-attention-heads", "4"), capsys)
+    assert "1 problem\n" in text
+    assert "--hidden-size is 32 here and 16 in the checkpoint" in text
+    assert "fix:   use --hidden-size 16" in text
+    text = refused((*argv, "--num-attention-heads", "4", "--bf16"), capsys)
+    assert "2 problems\n" in text
+    assert "--num-attention-heads is 4 here and 2 in the checkpoint" in text
+    assert "--bf16 is on here and off in the checkpoint" in text
     assert "seed" in refused((*argv, "--seed", "7"), capsys)
 
 

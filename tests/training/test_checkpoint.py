@@ -143,7 +143,7 @@ def test_files_of_two_checkpoints_do_not_mix(tmp_path: Path) -> None:
         open_checkpoint(newer)
 
 
-def test_all_mismatches_are_listed_and_nothing_is_changed(tmp_path: Path) -> None:
+def test_tensors_that_do_not_fit_are_listed_and_nothing_is_changed(tmp_path: Path) -> None:
     folder = save_checkpoint(tmp_path, training_state(5))
     tensors = load_file(folder / MODEL)
     del tensors["half"]
@@ -152,15 +152,40 @@ def test_all_mismatches_are_listed_and_nothing_is_changed(tmp_path: Path) -> Non
     save_file({**tensors, "step.w": torch.ones((), dtype=torch.float64)}, folder / OPTIMIZER, {"iteration": "5"})
     live = targets()
     with pytest.raises(CheckpointError) as caught:
-        open_checkpoint(folder, **live, architecture={**ARCHITECTURE, "num_attention_heads": 8})
+        open_checkpoint(folder, **live)
     assert [problem.what for problem in caught.value.problems] == [
-        "num_attention_heads: expected 8, found 4",
         "w: expected [3, 2] float32, found [2, 3] float32",
         "half: expected [4] bfloat16, found nothing",
         "extra: expected nothing, found [1] float32",
         "step.w: expected [] float32, found [] float64",
     ]
     assert all(not tensor.any() for group in live.values() for tensor in group.values())
+
+
+def test_of_many_tensors_that_do_not_fit_five_are_listed(tmp_path: Path) -> None:
+    folder = save_checkpoint(tmp_path, training_state(5))
+    more = {f"more.{index}": torch.zeros(2) for index in range(9)}
+    with pytest.raises(CheckpointError) as caught:
+        open_checkpoint(folder, model={**targets()["model"], **more})
+    problems = caught.value.problems
+    assert [problem.what.partition(":")[0] for problem in problems[:5]] == list(more)[:5]
+    assert [problem.what for problem in problems[5:]] == ["... and 4 more tensors"]
+    assert {problem.code for problem in problems} == {"checkpoint-mismatch"}
+
+
+def test_options_that_differ_stand_for_the_tensors(tmp_path: Path) -> None:
+    folder = save_checkpoint(tmp_path, training_state(5))
+    wide = {name: torch.zeros(9) for name in targets()["model"]}
+    with pytest.raises(CheckpointError) as caught:
+        open_checkpoint(folder, model=wide, architecture={**ARCHITECTURE, "num_attention_heads": 8})
+    [problem] = caught.value.problems
+    assert problem.what == "--num-attention-heads is 8 here and 4 in the checkpoint"
+    assert problem.code == "checkpoint-architecture"
+    assert problem.where == str(folder / STATE)
+    (folder / OPTIMIZER).unlink()
+    with pytest.raises(CheckpointError, match="the file is missing") as caught:
+        open_checkpoint(folder, model=wide, architecture={**ARCHITECTURE, "num_attention_heads": 8})
+    assert len(caught.value.problems) == 2
 
 
 def test_missing_checkpoints_are_named(tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ from graphstep.training.files import (
     temporary_name,
     write_text_atomically,
 )
+from graphstep.training.option_differences import option_problems, precision_problem
 from graphstep.training.tensors import TensorSpec, differences, spec_of
 
 FORMAT = 1
@@ -48,6 +49,9 @@ _DTYPES: Final = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
+
+
+Specs = Mapping[str, TensorSpec]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,7 +186,8 @@ class Checkpoint:
         architecture: must equal what was saved.
 
     Raises:
-        CheckpointError: with all that is missing, truncated or does not fit.
+        CheckpointError: with all that is missing or truncated, and the options that differ; if none does, with the
+            first tensors that do not fit.
     """
 
     def __init__(
@@ -201,23 +206,11 @@ class Checkpoint:
         self.iteration: int = state.get("iteration", 0)
         self.data: dict[str, Any] = state.get("data", {})
         self.progress: dict[str, Any] = state.get("progress", {})
-        if not problems:
-            problems += _architecture_problems(architecture, state["architecture"], folder / STATE)
-        for name, targets in {**self._targets, RANDOM: random}.items():
-            found = _read_specs(folder / name, self.iteration if state else None, problems)
-            if found is None:
-                continue
-            expected = {key: spec_of(tensor) for key, tensor in targets.items()}
-            if name == RANDOM:
-                found = {key: spec for key, spec in found.items() if key in expected}
-                expected = {key: spec for key, spec in expected.items() if key == "cpu" or key in found}
-            problems += differences(
-                expected,
-                found,
-                code="checkpoint-mismatch",
-                where=str(folder / name),
-                fix="use the model options (and --bf16 or not) of the run that wrote it; nothing was loaded",
-            )
+        files = {**self._targets, RANDOM: random}
+        found = {name: _read_specs(folder / name, self.iteration if state else None, problems) for name in files}
+        expected = {name: {key: spec_of(t) for key, t in targets.items()} for name, targets in files.items()}
+        options = _option_problems(folder, expected[MODEL], found[MODEL], architecture, state.get("architecture"))
+        problems += options or _tensor_problems(folder, expected, found)
         if problems:
             raise CheckpointError(problems)
 
@@ -283,17 +276,41 @@ def _read_state(path: Path, problems: list[Problem]) -> dict[str, Any]:
     return dict(state)
 
 
-def _architecture_problems(expected: Mapping[str, Any], found: Mapping[str, Any], path: Path) -> list[Problem]:
-    return [
-        Problem(
-            "checkpoint-architecture",
-            f"{key}: expected {expected.get(key)!r}, found {found.get(key)!r}",
-            where=str(path),
-            fix="use the model options of the run that wrote it; nothing was loaded",
-        )
-        for key in dict.fromkeys((*expected, *found))
-        if expected.get(key) != found.get(key)
-    ]
+def _option_problems(
+    folder: Path,
+    expected: Specs,
+    found: Specs | None,
+    here: Mapping[str, Any],
+    saved: Mapping[str, Any] | None,
+) -> list[Problem]:
+    """Return the options of architecture and precision that differ, as far as the files could be read."""
+    problems = [] if saved is None else option_problems(here, saved, where=str(folder / STATE))
+    if found is not None:
+        types = [{spec.dtype for spec in specs.values()} for specs in (expected, found)]
+        precision = precision_problem(*types, where=str(folder / MODEL))
+        problems += [precision] if precision else []
+    return problems
+
+
+def _tensor_problems(
+    folder: Path, expected: Mapping[str, Specs], found: Mapping[str, Specs | None], *, limit: int = 5
+) -> list[Problem]:
+    """Return the first tensors that do not fit, and how many more there are."""
+    problems: list[Problem] = []
+    fix = "use the model options of the run that wrote it; nothing was loaded"
+    for name, specs in expected.items():
+        there = found[name]
+        if there is None:
+            continue
+        if name == RANDOM:
+            there = {key: spec for key, spec in there.items() if key in specs}
+            specs = {key: spec for key, spec in specs.items() if key == "cpu" or key in there}  # noqa: PLW2901
+        problems += differences(specs, there, code="checkpoint-mismatch", where=str(folder / name), fix=fix)
+    rest = len(problems) - limit
+    if rest > 0:
+        what = f"... and {rest} more {'tensor' if rest == 1 else 'tensors'}"
+        problems[limit:] = [Problem("checkpoint-mismatch", what, where=str(folder), fix=fix)]
+    return problems
 
 
 def _broken(path: Path, what: str) -> Problem:
