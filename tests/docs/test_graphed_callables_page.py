@@ -37,11 +37,8 @@ def test_the_example_trains() -> None:
 
 def test_six_lines_wire_the_example() -> None:
     lines = EXAMPLE.read_text(encoding="utf-8").splitlines()
-    wired = [line.removesuffix("  # graphs") for line in lines if line.endswith("  # graphs")]
-    assert len(wired) == 6
-    assert all("graphstep" not in line or line in wired for line in lines if not line.startswith('"""'))
-    table = [re.sub(r"\.\.\.", "", cell) for cell in re.findall(r"^\| `(.*?)` \|", PAGE, re.MULTILINE)]
-    assert len(table) == 6
+    assert sum(line.endswith("  # graphs") for line in lines) == 6
+    assert len(re.findall(r"^\| `", PAGE, re.MULTILINE)) == 6
 
 
 def test_without_those_lines_the_example_prints_the_same_losses(tmp_path: Path) -> None:
