@@ -78,7 +78,8 @@ class OrderCursor:
     def next_forward(self, name: str, chunk: int) -> Turn:
         """The turn that a forward of a chunk would be now: of the microbatch after those that have had theirs."""
         before = self._turns[: self._next]
-        if self._is_idle() and sum(_CHANGE[turn.phase] for turn in before):
+        num_in_flight = sum(_CHANGE[turn.phase] for turn in before)
+        if self._is_idle() and num_in_flight:
             before = ()  # The step was given up.
         done = sum(turn.chunk == chunk and turn.phase is Phase.FORWARD for turn in before)
         return Turn(name, chunk, done, Phase.FORWARD)
