@@ -189,21 +189,22 @@ def test_all_problems_at_once(tmp_path: Path) -> None:
     (tmp_path / "binary").write_bytes(b"\0")
     with pytest.raises(DataError) as caught:
         build(*(str(tmp_path / name) for name in ("one", "two", "binary")))
-    assert [problem.code for problem in caught.value.problems] == ["indexed-missing", "indexed-missing", "data-empty"]
+    assert [problem.code for problem in caught.value.problems] == ["indexed-missing", "indexed-missing", "data-binary"]
 
 
 def test_missing_paths_and_bad_content_at_once(tmp_path: Path, cache: Path) -> None:
     (tmp_path / "bad.txt").write_bytes(b"\xff\xfe")
+    (tmp_path / "nul.txt").write_bytes(b"text\0")
     for name in ("i.idx", "i.bin"):
         (tmp_path / name).write_bytes(b"no index")
-    words = [str(tmp_path / name) for name in ("none", "bad.txt", "i", "empty.txt", "good.txt")]
+    words = [str(tmp_path / name) for name in ("none", "bad.txt", "nul.txt", "i", "empty.txt", "good.txt")]
     write_text(tmp_path / "empty.txt", "")
     write_text(tmp_path / "good.txt", "text")
-    weighted = [part for word in words for part in ("0.2", word)]
+    weighted = [part for word in words for part in ("0.1", word)]
     with pytest.raises(DataError) as caught:
         build(*weighted)
     codes = [problem.code for problem in caught.value.problems]
-    assert codes == ["data-missing", "data-empty", "indexed-magic", "data-empty"]
+    assert codes == ["data-missing", "data-empty", "data-binary", "indexed-magic", "data-empty"]
     with pytest.raises(DataError) as caught:
         build(*words)  # of several files, those that are no text are left out
     assert [problem.code for problem in caught.value.problems] == ["data-missing", "indexed-magic"]

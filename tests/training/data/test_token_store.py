@@ -162,15 +162,20 @@ def test_large_file_comes_in_pieces(tmp_path: Path, texts: Path, monkeypatch: py
 
 
 @pytest.mark.parametrize(
-    ("content", "message"),
-    [(b"", "the file is empty"), (b"a\0", "holds zero bytes"), (b"ab\xff", "is not UTF-8 .* at byte 2")],
+    ("content", "message", "code"),
+    [
+        (b"", "the file is empty", "data-empty"),
+        (b"a\0", r"the file contains NUL bytes \(binary\?\)", "data-binary"),
+        (b"ab\xff", "is not UTF-8 .* at byte 2", "data-empty"),
+    ],
 )
-def test_one_file_without_text(tmp_path: Path, content: bytes, message: str) -> None:
+def test_one_file_without_text(tmp_path: Path, content: bytes, message: str, code: str) -> None:
     path, cache = tmp_path / "text", tmp_path / "cache"
     path.write_bytes(content)
     with pytest.raises(DataError, match=message) as caught:
         open_token_store(text_corpus([path]), ByteTokenizer(), cache_folder=cache)
     assert str(path) in caught.value.problems[0].where
+    assert caught.value.problems[0].code == code
     assert files_in(cache) == [".lock"]
 
 
@@ -181,7 +186,7 @@ def test_folder_without_text(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="all 1 files are empty"):
         open_token_store(text_corpus([folder]), ByteTokenizer(), cache_folder=tmp_path)
     (folder / "b").write_bytes(b"\0")
-    with pytest.raises(DataError, match=r"none of the 2 files is UTF-8 text .*b, holds zero bytes"):
+    with pytest.raises(DataError, match=r"none of the 2 files is UTF-8 text .*b, contains NUL bytes"):
         open_token_store(text_corpus([folder]), ByteTokenizer(), cache_folder=tmp_path)
 
 

@@ -32,6 +32,15 @@ _NOT_IN_STANDARD_LIBRARY = frozenset(
 class UnreadableTextError(ValueError):
     """A file cannot be read or is not UTF-8 text; the message says which."""
 
+    code = "data-empty"
+    """Code of the problem when there is no other file."""
+
+
+class BinaryTextError(UnreadableTextError):
+    """A file contains NUL bytes, as programs, archives and UTF-16 do."""
+
+    code = "data-binary"
+
 
 @dataclass(frozen=True, kw_only=True)
 class TextCorpus:
@@ -120,14 +129,14 @@ def read_pieces(path: Path, *, piece_bytes: int = PIECE_BYTES) -> Iterator[str]:
     A byte-order mark is left out. The fault of a file may show only after some pieces were given.
 
     Raises:
-        UnreadableTextError: the file cannot be read, holds a zero byte, or is not UTF-8.
+        UnreadableTextError: the file cannot be read, contains a NUL byte, or is not UTF-8.
     """
     try:
         with path.open("rb") as file:
             rest, is_first = b"", True
             while block := file.read(piece_bytes):
                 if b"\0" in block:
-                    raise UnreadableTextError("holds zero bytes")
+                    raise BinaryTextError("contains NUL bytes (binary?)")
                 rest += block
                 end = rest.rfind(b"\n") + 1 or _last_character_start(rest)
                 if len(block) == piece_bytes and end:
@@ -145,13 +154,14 @@ def check_beginning(corpus: TextCorpus) -> None:
     Raises:
         DataError: the file is empty, or begins with what is no text.
     """
+    code = "data-empty"
     try:
         what = "" if next(read_pieces(corpus.files[0]), "") else "the file is empty"
     except UnreadableTextError as error:
-        what = f"the file {error}"
+        what, code = f"the file {error}", error.code
     if what:
         fix = "name UTF-8 text (convert other encodings with iconv), or an indexed dataset by its prefix"
-        raise DataError(Problem(code="data-empty", what=what, where=f"--data-path {corpus.name}", fix=fix))
+        raise DataError(Problem(code=code, what=what, where=f"--data-path {corpus.name}", fix=fix))
 
 
 def _decode(data: bytes, is_first: bool) -> str:

@@ -190,8 +190,9 @@ def _tokenise(job: _Job, file: BinaryIO) -> _Counts:
     dtype, start = job.dtype, file.tell()
     eod = np.array([job.tokenizer.eod], dtype=dtype).tobytes() if job.append_eod else b""
     waiting: list[str] = []  # whole short documents: a batch of them is tokenised on all cores
-    num_waiting_characters, num_documents, reason = 0, 0, ""
+    num_waiting_characters, num_documents = 0, 0
     skipped: list[int] = []
+    reason: UnreadableTextError | None = None  # of the first file that was skipped
 
     def write(texts: list[str], end: bytes) -> None:
         for tokens in job.tokenizer.encode_batch(texts):
@@ -216,7 +217,7 @@ def _tokenise(job: _Job, file: BinaryIO) -> _Counts:
                 file.write(eod)
             num_documents += bool(first)
         except UnreadableTextError as error:
-            reason = reason or str(error)
+            reason = reason or error
             skipped.append(index)
             if mark is not None:
                 file.seek(mark)
@@ -233,11 +234,13 @@ def _tokenise(job: _Job, file: BinaryIO) -> _Counts:
     return counts
 
 
-def _nothing_left(corpus: TextCorpus, counts: _Counts, reason: str) -> DataError:
+def _nothing_left(corpus: TextCorpus, counts: _Counts, reason: UnreadableTextError | None) -> DataError:
+    code = "data-empty"
     if not counts.num_skipped:
         what = "the file is empty" if corpus.is_file else f"all {len(corpus.files)} files are empty"
     elif corpus.is_file:
         what = f"the file {reason}"
+        code = reason.code if reason is not None else code
     else:
         what = (
             f"none of the {len(corpus.files)} files is UTF-8 text "
@@ -245,7 +248,7 @@ def _nothing_left(corpus: TextCorpus, counts: _Counts, reason: str) -> DataError
         )
     return DataError(
         Problem(
-            code="data-empty",
+            code=code,
             what=what,
             where=f"--data-path {corpus.name}",
             fix="name UTF-8 text (convert other encodings with iconv), or an indexed dataset by its prefix",
