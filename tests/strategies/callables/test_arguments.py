@@ -31,7 +31,7 @@ class Output(NamedTuple):
 
 
 class Nested(Block):
-    def forward(
+    def forward(  # type: ignore[override]
         self,
         pair: tuple[Tensor, Tensor],
         extra: dict[str, Any],

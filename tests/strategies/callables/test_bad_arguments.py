@@ -157,7 +157,7 @@ def test_number_of_warmups_that_is_none(num: Any) -> None:
 
 def test_reuse_without_an_order_is_harmless_or_refused() -> None:
     """There is one microbatch then: nothing to reuse."""
-    module = Block()
+    module: Any = Block()
     graphstep.make_graphed_callables(module, (sample(),), _reuse_graph_input_output_buffers=True)
     module.forward.reset()
 
@@ -165,12 +165,12 @@ def test_reuse_without_an_order_is_harmless_or_refused() -> None:
 @pytest.mark.parametrize("option", ["fp8_enabled", "_orders", "sample_kwarg"])
 def test_unknown_option(option: str) -> None:
     with pytest.raises(TypeError, match=option):
-        graphstep.make_graphed_callables(Block(), (sample(),), **{option: True})
+        graphstep.make_graphed_callables(Block(), (sample(),), **dict[str, Any]({option: True}))
 
 
 @pytest.mark.xfail(strict=True, reason="fails at the capture, with a message about replaced weights")
 def test_module_that_is_graphed_already() -> None:
-    module = Block()
+    module: Any = Block()
     graphstep.make_graphed_callables(module, (sample(),))
     forward = module.forward
     with pytest.raises(ConfigError, match="captured it"):

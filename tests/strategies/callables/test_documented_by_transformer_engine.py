@@ -18,7 +18,7 @@ KINDS = ("forward_pre_hooks", "forward_hooks", "backward_pre_hooks", "backward_h
 class Scaled(Block):
     """Keyword-only arguments, one with a gradient."""
 
-    def forward(self, x: Tensor, *, scale: Tensor, mask: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, *, scale: Tensor, mask: Tensor | None = None) -> Tensor:  # type: ignore[override]
         y = super().forward(x * scale)
         return y if mask is None else y.masked_fill(mask, 0.0)
 
@@ -76,7 +76,7 @@ def test_different_keywords_for_several_callables(device: torch.device) -> None:
     def script(job: Job) -> None:
         modules = (job.built(Scaled), job.built(Block))
         sample = job.sample(requires_grad=True)
-        named = ({"scale": job.sample(HIDDEN)}, {})
+        named: Any = ({"scale": job.sample(HIDDEN)}, {})
         first, second = job.graphed(modules, ((sample,), (sample,)), sample_kwargs=named)
         job.train(lambda x: second(first(x, scale=x.detach()[0])))
 
@@ -102,7 +102,7 @@ def test_keywords_with_an_order(device: torch.device) -> None:
     def script(job: Job) -> None:
         modules = (job.built(Scaled), job.built(Block))
         sample = (job.sample(requires_grad=True),)
-        named = ({"scale": job.sample(HIDDEN)}, {}) * 2
+        named: Any = ({"scale": job.sample(HIDDEN)}, {}) * 2
         calls = job.graphed(modules, (sample,) * 4, sample_kwargs=named, _order=[1, 1, -1, -1])
         optimizer = job.optimizer()
         for _ in range(5):

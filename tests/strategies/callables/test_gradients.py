@@ -155,7 +155,7 @@ def test_main_grad_added_by_a_hook(device: torch.device, accumulates: bool) -> N
         modules = [job.built(Block), job.built(Block)]
         for module in modules:
             for parameter in module.parameters():
-                parameter.main_grad = torch.zeros_like(parameter, dtype=torch.float32)  # type: ignore[attr-defined]
+                parameter.main_grad = torch.zeros_like(parameter, dtype=torch.float32)
                 parameter.register_post_accumulate_grad_hook(add)
         sample = (job.sample(requires_grad=True),)
         first, second = job.graphed(tuple(modules), (sample, sample), accumulate_param_grads=accumulates)
@@ -166,7 +166,7 @@ def test_main_grad_added_by_a_hook(device: torch.device, accumulates: bool) -> N
             if step % 2:
                 for module in modules:
                     for parameter in module.parameters():
-                        parameter.main_grad.zero_()  # type: ignore[union-attr]
+                        parameter.main_grad.zero_()
 
     compared(device, script, dtype=torch.bfloat16)
 

@@ -168,7 +168,7 @@ def test_failing_capture_leaves_nothing(
     with pytest.raises(CaptureError) as caught:
         job.graphed(tuple(modules), samples, **({"_order": [1, 1, -1, -1]} if ordered else {}))
     assert f"callables[{place}]" in str(caught.value)
-    assert build.__name__ in str(caught.value)  # type: ignore[attr-defined]
+    assert build.__name__ in str(caught.value)
     assert not any("forward" in vars(module) for module in modules)
     now = [value for module in modules for value in module.state_dict().values()]
     assert all(torch.equal(one, other) for one, other in zip(before, now, strict=True))

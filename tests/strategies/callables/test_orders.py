@@ -12,7 +12,7 @@ from tests.strategies.callables.pipelines import Pipeline, Rank, Small, order_of
 
 from graphstep.strategies.pipeline_order import max_in_flight, steps_of
 
-STAGES, CHUNKS = [2, 4, 8], [1, 2, 4]
+CHUNKS = [1, 2, 4]
 
 
 def insist_on_the_depth(rank: Rank) -> None:
@@ -31,8 +31,14 @@ def frozen_only_for_the_test() -> Iterator[None]:
     gc.freeze()
 
 
-@pytest.mark.parametrize("num_chunks", CHUNKS)
-@pytest.mark.parametrize("num_stages", STAGES)
+@pytest.mark.parametrize(
+    ("num_stages", "num_chunks"),
+    [
+        pytest.param(stages, chunks, marks=[pytest.mark.slow] if stages * chunks == 32 else [])
+        for stages in (2, 4, 8)
+        for chunks in CHUNKS
+    ],
+)
 def test_every_microbatch_of_a_pipeline_is_as_eager(device: torch.device, num_stages: int, num_chunks: int) -> None:
     def script(job: Job) -> None:
         is_large = num_stages * num_chunks > 8
