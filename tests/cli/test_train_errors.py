@@ -117,6 +117,26 @@ def test_outputs_that_cannot_be_written_are_all_named(capsys: pytest.CaptureFixt
     assert all(option in text for option in ("--save", "--log-jsonl", "--tensorboard-dir"))
 
 
+@pytest.mark.parametrize("option", ["--save", "--log-jsonl", "--tensorboard-dir"])
+def test_a_folder_that_no_look_shows_to_be_impossible(option: str, capsys: pytest.CaptureFixture[str]) -> None:
+    path = f"missing/{'a' * 300}/file"
+    text = refused((*MOCK, option, path), capsys)
+    assert "cannot be created: File name too long [output-path]" in text
+    assert f"where: {option}" in text
+
+
+def test_every_folder_made_to_find_out_is_removed(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("there").mkdir()
+    # What comes after the look at folders fails: nothing is left of them.
+    assert "nowhere.txt" in refused((*TINY, "--save", "one/two/three", "--data-path", "nowhere.txt"), capsys)
+    assert "nowhere.txt" in refused((*TINY, "--save", "there", "--data-path", "nowhere.txt"), capsys)
+
+
+@pytest.mark.skipif(not Path("/proc/self").is_dir(), reason="needs a file system that takes no folders")
+def test_a_file_system_that_takes_no_folders(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "output-path" in refused((*MOCK, "--save", "/proc/graphstep/run"), capsys)
+
+
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
 def test_a_folder_without_permission(capsys: pytest.CaptureFixture[str]) -> None:
     Path("locked").mkdir(mode=0o500)

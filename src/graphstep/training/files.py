@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 from pathlib import Path
@@ -64,9 +65,13 @@ def remove_leftovers(root: Path) -> None:
 
 
 def unwritable_reason(path: Path, *, is_folder: bool) -> str | None:
-    """Return why ``path`` cannot be created or written to, or None; looks only, and creates nothing."""
+    """Return why ``path`` cannot be created or written to, or None.
+
+    Missing folders are created to find out, and removed again: permissions do not tell of a read-only file system, of
+    one that takes no folders, or of a name that is too long. Files are not touched.
+    """
     try:
-        return _unwritable_reason(path, is_folder=is_folder)
+        return _unwritable_reason(path, is_folder=is_folder) or _uncreatable_reason(path if is_folder else path.parent)
     except OSError as error:  # a folder above may not be entered, or a name is too long
         return f"{path}: {error.strerror or error}"
 
@@ -81,4 +86,26 @@ def _unwritable_reason(path: Path, *, is_folder: bool) -> str | None:
         return f"{nearest} is not a folder"
     if not os.access(nearest, os.W_OK | (os.X_OK if nearest.is_dir() else 0)):
         return f"no permission to write to {nearest}"
+    return None
+
+
+def _uncreatable_reason(folder: Path) -> str | None:
+    missing: list[Path] = []
+    while not folder.exists():
+        missing.append(folder)
+        folder = folder.parent
+    created: list[Path] = []
+    try:
+        for path in reversed(missing):
+            try:
+                path.mkdir()
+            except FileExistsError:  # another run has made it meanwhile, or it is ``..``
+                continue
+            except OSError as error:
+                return f"{path} cannot be created: {error.strerror or error}"
+            created.append(path)
+    finally:
+        for path in reversed(created):
+            with contextlib.suppress(OSError):  # not empty: another run writes there
+                path.rmdir()
     return None

@@ -23,7 +23,7 @@ _FREE_TO_CHANGE = ("seq_length", "attention_dropout", "hidden_dropout", "init_me
 
 
 def preflight(config: TrainingConfig, environment: Mapping[str, str] = os.environ) -> tuple[torch.device, Path | None]:
-    """Check device, folders and files that the options name. Only looks; creates nothing.
+    """Check device, folders and files that the options name. Leaves nothing behind.
 
     Returns:
         The device, and the checkpoint folder to resume from, if any.
