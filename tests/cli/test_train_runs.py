@@ -153,6 +153,20 @@ def test_a_pointer_that_moves_back_is_noted() -> None:
     assert note not in output_of("--train-iters", "2")
 
 
+@pytest.mark.parametrize("num_steps", ["2", "6"])
+def test_a_checkpoint_that_has_all_steps_is_noted(num_steps: str, capsys: pytest.CaptureFixture[str]) -> None:
+    output_of("--save", "run")
+    capsys.readouterr()
+    output = output_of("--load", "run", "--train-iters", num_steps)
+    assert row(output, "steps") == "0"
+    assert capsys.readouterr().err == (
+        f"note: the checkpoint is at iteration 6 and --train-iters is {num_steps}: no step is left to train "
+        "(steps count from the first one of all: to go on, use --train-iters 7 or more)\n"
+    )
+    assert row(output_of("--load", "run", "--train-iters", "7"), "steps") == "1"
+    assert capsys.readouterr().err == ""
+
+
 def test_one_of_a_kind_has_no_plural() -> None:
     output = output_of("--num-layers", "1", "--global-batch-size", "1", "--micro-batch-size", "1")
     assert row(output, "model").count("1 layer, ") == 1

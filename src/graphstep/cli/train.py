@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from graphstep.cli.problems import print_notices
 from graphstep.config import CapturePolicy, CudaGraphImpl, RunConfig, from_argv
 from graphstep.errors import GraphstepError, Problem, UserInputError
 
@@ -62,12 +63,15 @@ def _train(config: RunConfig, console: Console) -> int:
     # Only now: wrong options are answered before torch is loaded.
     from graphstep.training.compare import StepTrace, compare_with_eager
     from graphstep.training.loop import Trainer
+    from graphstep.training.setup import finished_notice
 
     trace = StepTrace(config.training.compare_with_eager)
     is_compared = trace.num_steps > 0
     trainer = Trainer(config, console=console, on_step=trace.observe if is_compared else None)
     with trainer:
         _print_summary(trainer, console)
+        finished = finished_notice(config.training, trainer.iteration)
+        print_notices([finished] if finished is not None else [])
         result = trainer.train()
         if config.graphs.impl is not CudaGraphImpl.none:
             console.print(result.report.render())

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from graphstep.config import ModelConfig, RunConfig, TrainingConfig
+from graphstep.config import ModelConfig, Notice, RunConfig, TrainingConfig
 from graphstep.errors import ConfigError, Problem, UserInputError
 from graphstep.models import GPTModel
 from graphstep.training.checkpoint import TRACKER, find_checkpoint, latest_iteration
@@ -103,6 +103,23 @@ def pointer_notice(config: TrainingConfig, iteration: int) -> str | None:
         f"--save {config.save} holds a run that is at iteration {latest}, and this one starts at {iteration}: from its "
         f"first checkpoint on, {TRACKER} points to this run (to go on with the other, add --load {config.save}; to "
         "keep it apart, name another folder)"
+    )
+
+
+def finished_notice(config: TrainingConfig, iteration: int) -> Notice | None:
+    """Return what to know about a checkpoint that has all the steps asked for, so that nothing is trained, or None.
+
+    Args:
+        config: says how many steps.
+        iteration: completed steps of the checkpoint.
+    """
+    if iteration < config.train_iters:
+        return None
+    return Notice(
+        "nothing-to-train",
+        f"the checkpoint is at iteration {iteration} and --train-iters is {config.train_iters}: no step is left to train",
+        "--load, --train-iters",
+        f"steps count from the first one of all: to go on, use --train-iters {iteration + 1} or more",
     )
 
 
