@@ -117,7 +117,8 @@ def finished_notice(config: TrainingConfig, iteration: int) -> Notice | None:
         return None
     return Notice(
         "nothing-to-train",
-        f"the checkpoint is at iteration {iteration} and --train-iters is {config.train_iters}: no step is left to train",
+        f"the checkpoint is at iteration {iteration} and --train-iters is {config.train_iters}: no step is left to "
+        "train",
         "--load, --train-iters",
         f"steps count from the first one of all: to go on, use --train-iters {iteration + 1} or more",
     )
