@@ -153,6 +153,25 @@ def test_words_that_cannot_be_read(argv: list[str], code: str, what: str) -> Non
     assert problem.fix
 
 
+@pytest.mark.parametrize(
+    ("argv", "fix"),
+    [
+        (["--lr", "abc"], "write --lr X, such as --lr 0.001"),
+        (["--lr"], "write --lr X, such as --lr 0.001"),
+        (["--min-lr", "low"], "write --min-lr X, such as --min-lr 0.0"),
+        (["--num-layers", "two"], "write --num-layers N, such as --num-layers 4"),
+        (["--ffn-hidden-size", "0"], "write --ffn-hidden-size CHANNELS"),
+        (["--lr-warmup-fraction", "some"], "write --lr-warmup-fraction SHARE, such as --lr-warmup-fraction 0.1"),
+        (["--device"], "write --device auto|cpu|cuda"),
+        (["--save"], "write --save FOLDER"),
+        (["--data-path"], "write --data-path PATH ..."),
+    ],
+)
+def test_the_form_of_an_option_is_said_for_numbers_with_an_example(argv: list[str], fix: str) -> None:
+    (problem,) = problems(*argv)
+    assert problem.fix == fix
+
+
 def test_choices_get_a_suggestion() -> None:
     (problem,) = problems("--cuda-graph-impl", "full-iteration")
     assert problem.fix == "did you mean full_iteration?"

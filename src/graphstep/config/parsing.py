@@ -131,7 +131,7 @@ def _read_option(option: Option, chunk: _Chunk, reading: Reading) -> None:
     if option.splits_commas:
         words = [part.strip() for word in words for part in word.split(",") if part.strip()]
     if not words:
-        fix = f"write {chunk.spelling} {_placeholder(option)}"
+        fix = _form(option, chunk.spelling)
         reading.problems.append(Problem("missing-value", f"{chunk.spelling} needs a value", chunk.spelling, fix))
         reading.wrong.add(option.dest)
         return
@@ -141,7 +141,7 @@ def _read_option(option: Option, chunk: _Chunk, reading: Reading) -> None:
 
 
 def _convert(option: Option, word: str, spelling: str, reading: Reading) -> Any:
-    code, expected, fix = "malformed-value", "", f"write {spelling} {_placeholder(option)}"
+    code, expected, fix = "malformed-value", "", _form(option, spelling)
     if option.choices and word not in option.choices:
         new = (choice for choice in option.choices if choice not in OLD_MODULES or option.dest not in _MODULES)
         code, expected = "unknown-choice", "one of " + ", ".join(new)
@@ -172,6 +172,21 @@ def _refuse_words(words: Sequence[str], place: str, spelling: str, reading: Read
         reading.problems.append(Problem("unexpected-value", what, spelling, fix))
 
 
-def _placeholder(option: Option) -> str:
+def _form(option: Option, spelling: str) -> str:
+    """Return how the option is written, with an example for most numbers: the default, where that can be written."""
     word = option.metavar or "|".join(option.choices) or option.dest.upper()
-    return f"{word} ..." if option.nargs == "+" else word
+    form = f"write {spelling} {word}" + (" ..." if option.nargs == "+" else "")
+    if option.choices:
+        return form
+    for example in (option.default, 0.1):
+        # Read as a user's word would be: a default of 0 may stand for an option that is left out.
+        if isinstance(example, int | float) and _reads_as(option, example):
+            return f"{form}, such as {spelling} {example}"
+    return form
+
+
+def _reads_as(option: Option, value: float) -> bool:
+    try:
+        return bool(option.type(str(value)) == value)
+    except ValueError:
+        return False
