@@ -101,6 +101,8 @@ def test_every_truncation_of_the_index(tmp_path: Path) -> None:
         (problem,) = caught.value.problems
         assert problem.code == ("indexed-magic" if length == 0 else "indexed-truncated")
         assert problem.where.endswith("data.idx")
+        assert "b''" not in problem.what
+        assert length > 0 or problem.what == "not an indexed dataset: the file is empty"
         assert problem.fix
     (tmp_path / "data.idx").write_bytes(whole)
     assert len(IndexedDataset(prefix)) == 3

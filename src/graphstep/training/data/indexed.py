@@ -172,7 +172,8 @@ def _read_header(idx: Path) -> tuple[np.dtype[Any], int, int]:
         head = file.read(HEADER.size)
     if head[: len(MAGIC)] != MAGIC[: len(head)] or not head:
         fix = "name the prefix of a Megatron indexed dataset (made by preprocess_data.py or IndexedDatasetWriter)"
-        raise _bad("indexed-magic", f"not an indexed dataset: starts with {head[:9]!r}, expected {MAGIC!r}", idx, fix)
+        found = f"starts with {head[:9]!r}, expected {MAGIC!r}" if head else "the file is empty"
+        raise _bad("indexed-magic", f"not an indexed dataset: {found}", idx, fix)
     if len(head) < HEADER.size:
         raise _truncated(idx, size, HEADER.size)
     _, version, code, num_sequences, num_indices = HEADER.unpack(head)
