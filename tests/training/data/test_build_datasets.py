@@ -143,8 +143,9 @@ def test_sequence_longer_than_the_data(tmp_path: Path) -> None:
         "--seq-length 128 needs 129 tokens in the train split, which has 80 of the 100 tokens "
         "(train 80, valid 15, test 5)"
     )
-    assert "--seq-length 14 or less" in train.fix
+    assert train.fix == "use --seq-length 79 or less, or use more data"
     assert "valid split" in valid.what
+    assert "--seq-length 14 or less" in valid.fix
     assert "--eval-iters 0" in valid.fix
     assert len(build(prefix, seq_length=14, split="80,15,5").train) == 5
 

@@ -217,22 +217,21 @@ def _open(
 def _check_lengths(opened: Sequence[_Tokens], *, seq_length: int, need_valid: bool) -> None:
     """Raise all problems of needed splits that have no whole sample."""
     problems = []
-    needed = range(2 if need_valid else 1)
-    for split in needed:
+    for split in range(2 if need_valid else 1):
         usable = [tokens.num_tokens(split) > seq_length for tokens in opened]
         is_weighted_train = split == 0 and opened[0].weight is not None
         if all(usable) if is_weighted_train else any(usable):
             continue
         for tokens, is_usable in zip(opened, usable, strict=True):
             if not is_usable:
-                problems.append(_too_short(tokens, split, seq_length, needed))
+                problems.append(_too_short(tokens, split, seq_length))
     if problems:
         raise DataError(problems)
 
 
-def _too_short(tokens: _Tokens, split: int, seq_length: int, needed: Sequence[int]) -> Problem:
+def _too_short(tokens: _Tokens, split: int, seq_length: int) -> Problem:
     counts = ", ".join(f"{name} {tokens.num_tokens(index):,}" for index, name in enumerate(_SPLITS))
-    longest = min(tokens.num_tokens(index) for index in needed) - 1
+    longest = tokens.num_tokens(split) - 1
     advice = ["use more data"]
     if longest >= 1:
         advice.insert(0, f"use --seq-length {longest} or less")
