@@ -10,7 +10,7 @@ import torch
 from tests.strategies.callables.jobs import DTYPES, Block, Job, compared
 from tests.strategies.callables.pipelines import Pipeline, Rank, Small, order_of_rank
 
-from graphstep.strategies.pipeline_order import max_in_flight, steps_of
+from graphstep.strategies.pipeline_order import Phase, expanded, max_in_flight, steps_of
 
 CHUNKS = [1, 2, 4]
 
@@ -139,3 +139,39 @@ def test_one_stage_with_an_order_of_its_own(device: torch.device, order: list[in
 
 def test_order_in_floats(device: torch.device) -> None:
     compared(device, lambda job: Pipeline(job, 1, 2, orders=[[1.0, 1.0, -1.0, -1.0]]).train())
+
+
+@pytest.mark.xfail(strict=True, reason="a set of buffers that is first needed late lies in memory of earlier ones")
+def test_order_that_has_more_in_flight_later_on(device: torch.device) -> None:
+    order = [1, 1, 2, -2, 2, -2, -1, -1, 1, 1, 2, 2, -2, -1, -2, -1]
+    compared(device, lambda job: Pipeline(job, 1, 4, 2, orders=[order]).train())
+
+
+@pytest.mark.parametrize("layers", [[1, 1], [3, 1], [1, 3]])
+@pytest.mark.parametrize("num_chunks", [1, 2])
+@pytest.mark.parametrize("num_stages", [1, 2])
+def test_layers_of_a_backward_between_those_of_the_next_forward(
+    device: torch.device, num_stages: int, num_chunks: int, layers: list[int]
+) -> None:
+    """Each layer has an id of its own; here none depends on another."""
+    num_layers = sum(layers[:num_chunks])
+
+    def script(job: Job) -> None:
+        order = expanded(order_of_rank(num_stages, 0, 4, num_chunks), layers[:num_chunks])
+        rank = Rank(job, order, [[job.built(Small)] for _ in range(num_layers)])
+        for _ in range(3):
+            found = []
+            for step in rank.steps:
+                if step.phase is Phase.FORWARD:
+                    x = job.draw(requires_grad=True)
+                    loss = rank.forward(step.chunk, step.microbatch, x).square().sum()
+                    found += [x, loss.detach().clone()]
+                    del loss
+                else:
+                    rank.backward(step.chunk, step.microbatch, job.draw(), None)
+            job.note(found=found)
+        if job.graphs:
+            insist_on_the_depth(rank)
+            assert job.reasons() == {}
+
+    compared(device, script)
