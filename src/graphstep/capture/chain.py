@@ -27,7 +27,7 @@ class Receiver(Protocol):
     pending: Pending | None
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class Chain:
     """Pairs of one slot, each of which takes the results of the one before.
 

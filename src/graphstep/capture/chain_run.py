@@ -7,7 +7,7 @@ right.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -182,15 +182,20 @@ class ChainRun:
             if stop - start == 1 and stop < num_reached and pairs[start].takes_all_gradients:
                 continue  # One pair alone, whose gradients the next one leaves in place.
             _refuse_if_partial(pairs[start:stop], given[start:stop], is_last=stop == len(pairs))
-        guests = self.chain.settle(pairs) if pairs else {}
+        again = _computed_again(pairs, graphs, given)
+        replayed = [pair for start, stop in graphs if start not in again for pair in pairs[start:stop]]
+        # Only what the caller gives can lack something: inside the chain each pair fills the place of the one before.
+        hidden = [p for p in pairs[-1].not_reached_from(given[-1]) if p.grad is None] if pairs else []
+        guests = self.chain.settle(replayed) if replayed else {}
         self._has_run = True
         first = done[0]
         incoming: Sequence[Tensor | None] = [None] * len(first.inputs)
+        exposed: Sequence[Tensor | None] = [None] * len(first.exposed)
         is_chained = False
         for start, stop in reversed(graphs):
             graph, found = pairs[start:stop], given[start:stop]
-            if is_partial(graph, found, is_chained=is_chained) and all(pair.is_pure for pair in graph):
-                incoming = recomputed(graph, found, is_chained=is_chained)
+            if start in again:
+                incoming, exposed = recomputed(graph, found, is_chained=is_chained)
                 if start:
                     given[start - 1] = handed_over(incoming, graph[0], given[start - 1])
                 is_chained = False
@@ -198,8 +203,9 @@ class ChainRun:
             graph[-1].load_output_gradients(found[-1], is_chained=is_chained)
             for index in range(stop - 1, start - 1, -1):
                 pairs[index].launch_backward(guests)
-            incoming, is_chained = graph[0].grad_inputs, True
-        exposed: Sequence[Tensor | None] = first.exposed_gradients if pairs else [None] * len(first.exposed)
+            incoming, exposed, is_chained = graph[0].grad_inputs, graph[0].exposed_gradients, True
+        for parameter in hidden:
+            parameter.grad = None
         wanted = [g for g, tensor in zip(incoming, first.inputs, strict=True) if tensor.requires_grad]
         # Whoever receives a gradient may keep it, and the static one is overwritten by the next backward half.
         results = [None if g is None else g.clone() for g in (*wanted, *exposed)]
@@ -217,7 +223,8 @@ class ChainRun:
             given.append(gradients[position : position + len(pair.outputs)])
             position += len(pair.outputs)
             if pair.versions() != versions:
-                _refuse_if_spoilt(pair, versions, is_read_by_next=pair is not pairs[-1])
+                handed = [output for _, output in self.chain.handover] if pair is not pairs[-1] else ()
+                _refuse_if_spoilt(pair, versions, handed)
         _refuse_new_hooks(pairs, self.chain.has_hooks(pairs))
         return given
 
@@ -239,6 +246,25 @@ class ChainRun:
         self.close()
 
 
+def _computed_again(
+    pairs: Sequence[GraphPair], graphs: Sequence[tuple[int, int]], given: Sequence[Sequence[Tensor | None]]
+) -> set[int]:
+    """First pairs of the graphs whose backward half is not what is asked for, and which can be run again."""
+    again: set[int] = set()
+    is_chained = False
+    for start, stop in reversed(graphs):
+        graph, found = pairs[start:stop], [list(each) for each in given[start:stop]]
+        if stop < len(pairs) and not is_chained:
+            # What is computed again hands its gradients over as any caller would.
+            for _, output in pairs[stop].chained.values():
+                if pairs[stop - 1].differentiable[output]:
+                    found[-1][output] = pairs[stop - 1].outputs[output]
+        is_chained = not (is_partial(graph, found, is_chained=is_chained) and all(pair.is_pure for pair in graph))
+        if not is_chained:
+            again.add(start)
+    return again
+
+
 def _sources(chain: Chain, first: int) -> Iterable[GraphPair]:
     pair = chain.pairs[first]
     return pair.sources() if pair.chained else ()
@@ -255,8 +281,8 @@ def _refuse_new_hooks(pairs: Sequence[GraphPair], has_hooks: bool) -> None:
         )
 
 
-def _refuse_if_spoilt(pair: GraphPair, versions: Sequence[int], *, is_read_by_next: bool) -> None:
-    if pair.spoilt(versions, is_read_by_next=is_read_by_next):
+def _refuse_if_spoilt(pair: GraphPair, versions: Sequence[int], read_by_next: Collection[int]) -> None:
+    if pair.spoilt(versions, read_by_next):
         raise LifecycleError(
             "a result was changed in place, and the backward needs it as it was",
             where=pair.region.name,

@@ -124,6 +124,17 @@ class GradientHomes:
             group = [pair for pair in pairs if (pair[0].dtype, pair[1].dtype) == dtypes]
             torch._foreach_add_([home for home, _ in group], [gradient for _, gradient in group])
 
+    def accumulate_eagerly(self, leaf: Tensor, gradient: Tensor) -> None:
+        """Add to the gradient of a leaf outside of any recording: to ``main_grad``, or to ``.grad`` as it is."""
+        home = self._homes[id(leaf)]
+        with torch.no_grad():
+            if home.is_main_grad:
+                home.tensor.add_(gradient)
+            elif leaf.grad is None:
+                leaf.grad = torch.empty_like(leaf, memory_format=torch.preserve_format).copy_(gradient)
+            else:
+                leaf.grad.add_(gradient)
+
     def hand_out(self, guests: Guests) -> None:
         """After a replay: give the gradients that stand for these homes what was accumulated."""
         for number, gradient in guests.items():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Hashable, Mapping, Sequence
+from collections.abc import Collection, Container, Hashable, Mapping, Sequence
 from operator import attrgetter
 from typing import Any, Final
 
@@ -21,6 +21,7 @@ from graphstep.capture.observe import Observation
 from graphstep.capture.parameter_aliases import ParameterAliases
 from graphstep.capture.region import Region
 from graphstep.capture.report import RegionStats
+from graphstep.capture.results import parameters_behind, with_memory_of_its_own
 from graphstep.capture.saved_tensors import (
     CreatedStorages,
     SavedTensors,
@@ -106,6 +107,8 @@ class GraphPair:
         self._returns_plain_tuple = False
         self.takes_all_gradients = False
         """Every result has a place for its gradient."""
+        self._reached: list[set[int]] = []
+        """For each output, if there are several, the parameters behind it."""
         self._is_saved: list[bool] = []
         """For each output, whether autograd needs it for the backward half."""
         self._is_own: list[bool] = []
@@ -120,8 +123,8 @@ class GraphPair:
         self._through_autograd = through_autograd
         self._lane, self._backward_lane = lane, backward_lane
         self._is_forward_captured = self._is_backward_captured = False
-        self._parameters: list[Tensor] = []
-        """Their gradients are accumulated inside the backward recording."""
+        self.accumulated: list[Tensor] = []
+        """Parameters whose gradients are accumulated inside the backward recording."""
         self.exposed: list[Tensor] = []
         """Their gradients are results of the backward recording, and autograd accumulates them."""
         self.exposed_gradients: list[Tensor | None] = []
@@ -140,6 +143,7 @@ class GraphPair:
             static_like(layout) if position in self.chained else tensor
             for position, (layout, tensor) in enumerate(zip(self.signature.layouts, self.inputs, strict=True))
         ]
+        self._share_repeated(inputs)
         trained, observation = warm_up(
             self.region, self.signature, inputs, self.session, num_runs=num_runs, aliases=self._aliases
         )
@@ -157,14 +161,20 @@ class GraphPair:
         self._observation = observation
         self.exposed = [leaf for leaf in trained if id(leaf) in self._through_autograd or has_gradient_hooks(leaf)]
         exposed = {id(leaf) for leaf in self.exposed}
-        self._parameters = [leaf for leaf in trained if id(leaf) not in exposed]
-        self.homes.add(self._parameters)
+        self.accumulated = [leaf for leaf in trained if id(leaf) not in exposed]
+        self.homes.add(self.accumulated)
 
     def _bind_chained(self) -> None:
         """Read the arguments where the pairs before have their results."""
         for position, (source, output) in self.chained.items():
             needs_grad = self.signature.layouts[position].requires_grad
             self.inputs[position] = source.outputs[output].detach().requires_grad_(needs_grad)
+        self._share_repeated(self.inputs)
+
+    def _share_repeated(self, inputs: list[Tensor]) -> None:
+        """One tensor for arguments that were one tensor in the call."""
+        for position, first in self.signature.repeated:
+            inputs[position] = inputs[first]
 
     def _run_forward(self) -> Any:
         self._bind_chained()
@@ -173,7 +183,11 @@ class GraphPair:
                 result = self._call(self.inputs)
         else:
             result = self._call(self.inputs)
+        owned = [p for module in self.region.modules for p in module._parameters.values() if p is not None]
+        result = with_memory_of_its_own(result, [*self.inputs, *owned])
         self.outputs, self.result_structure = flatten(result)
+        if len(self.outputs) > 1 and not self._observation.saves_by_hooks:
+            self._reached = parameters_behind(self.outputs, self._aliases)
         # Looking at what was saved would start a recompute.
         saved = None if self._observation.saves_by_hooks or self.poisons else saved_storages(self.outputs)
         self._is_saved = [saved is None or torch_private.storage_key(output) in saved for output in self.outputs]
@@ -181,21 +195,30 @@ class GraphPair:
         self._returns_plain_tuple = type(result) is tuple and all(isinstance(item, Tensor) for item in result)
         return result
 
+    def not_reached_from(self, given: Sequence[Tensor | None]) -> list[Tensor]:
+        """Parameters that get no gradient from a backward in which these results have one."""
+        if not self._reached or not self.misses_some(given):
+            return []
+        reached = set().union(*(found for g, found in zip(given, self._reached, strict=False) if g is not None))
+        return [parameter for parameter in self.accumulated if id(parameter) not in reached]
+
     def _run_backward(self) -> list[Tensor | None]:
         outputs = [output for output, g in zip(self.outputs, self.grad_outputs, strict=True) if g is not None]
         given = [gradient for gradient in self.grad_outputs if gradient is not None]
-        wanted_inputs = [tensor for tensor in self.inputs if tensor.requires_grad]
+        repeated = {position for position, _ in self.signature.repeated}  # Their first one has the whole gradient.
+        wants = [tensor.requires_grad and index not in repeated for index, tensor in enumerate(self.inputs)]
+        wanted_inputs = [tensor for tensor, is_wanted in zip(self.inputs, wants, strict=True) if is_wanted]
         exposed = [self._aliases.current_leaf(parameter) for parameter in self.exposed]
-        accumulated = [self._aliases.current_leaf(parameter) for parameter in self._parameters]
+        accumulated = [self._aliases.current_leaf(parameter) for parameter in self.accumulated]
         wanted = [*wanted_inputs, *exposed]
         created = CreatedStorages()
         # As in a backward after the forward's modes have ended, whatever call has led to the capture.
         with hooks_off(exposed), torch.autocast(self.session.device.type, enabled=False), created:
             gradients = torch_private.gradients(outputs, [*wanted, *accumulated], given)
-        self.homes.accumulate(self._parameters, gradients[len(wanted) :])
+        self.homes.accumulate(self.accumulated, gradients[len(wanted) :])
         gradients = tuple(with_memory_of_their_own(gradients[: len(wanted)], created))
         found = iter(gradients)
-        self.grad_inputs = [next(found) if tensor.requires_grad else None for tensor in self.inputs]
+        self.grad_inputs = [next(found) if is_wanted else None for is_wanted in wants]
         self.exposed_gradients = list(found)
         self._saved.poison(keep=[*self.inputs, *self.outputs, *gradients])
         return list(gradients)
@@ -213,6 +236,7 @@ class GraphPair:
         for position in self.chained:
             needs_grad = self.inputs[position].requires_grad
             self.inputs[position] = self.inputs[position].detach().requires_grad_(needs_grad)
+        self._share_repeated(self.inputs)
         borrow = self.session.engine.borrowed_view
         self.exposed_gradients = [None if g is None else borrow(g) for g in self.exposed_gradients]
         self._aliases = ParameterAliases(())
@@ -230,10 +254,14 @@ class GraphPair:
 
     def release(self) -> None:
         """Close what is captured. Results that callers hold stay as they are."""
-        before = self.holders.now()
+        # The recordings may have held these results, and those that they read.
+        held = [(each, each.now()) for each in (self.holders, *(source.holders for source in self.sources()))]
         self.session.release([each for each in (self.forward, self.backward) if each is not None], self.stats)
         self.stats.static_bytes -= self.static_bytes
-        self.holders.lost(before)  # The recordings may have held them too.
+        for position in self.chained:
+            self.inputs[position] = torch.empty(0)
+        for holders, before in held:
+            holders.lost(before)
 
     # ----- replay
 
@@ -250,12 +278,18 @@ class GraphPair:
     @property
     def trained(self) -> list[Tensor]:
         """The parameters that get a gradient."""
-        return [*self._parameters, *self.exposed]
+        return [*self.accumulated, *self.exposed]
+
+    def accumulate_eagerly(self, parameter: Tensor, gradient: Tensor) -> None:
+        """Add to the gradient of such a parameter as autograd would."""
+        self.homes.accumulate_eagerly(parameter, gradient)
+        for hook in torch_private.post_accumulate_hooks(parameter):
+            hook(parameter)
 
     @property
     def accumulates(self) -> bool:
         """True if the backward half adds to gradients by itself."""
-        return bool(self._parameters)
+        return bool(self.accumulated)
 
     def is_held(self) -> bool:
         """True if somebody still holds a result of an earlier replay, which the next one would overwrite.
@@ -281,7 +315,7 @@ class GraphPair:
 
     def has_new_hook(self) -> bool:
         """True if a parameter got a hook on its gradient, which the recording would not run."""
-        return any(map(_hooks_of, self._parameters))
+        return any(map(_hooks_of, self.accumulated))
 
     def moved_inputs(self, tensors: Sequence[Tensor]) -> bool:
         """True if an input that is read in place is not where it was captured."""
@@ -338,7 +372,7 @@ class GraphPair:
     @property
     def landmark(self) -> Tensor | None:
         """A parameter whose gradient the backward half accumulates, without hooks that autograd would run."""
-        first = self._parameters[:1]
+        first = self.accumulated[:1]
         return first[0] if first and not torch_private.any_post_accumulate_hooks(first) else None
 
     def gets_unknown(self, given: Sequence[Tensor | None]) -> bool:
@@ -358,8 +392,8 @@ class GraphPair:
             self.stats.num_launches += 1
         if guests:
             self.homes.hand_out(guests)
-        if torch_private.any_post_accumulate_hooks(self._parameters):
-            for parameter in self._parameters:
+        if torch_private.any_post_accumulate_hooks(self.accumulated):
+            for parameter in self.accumulated:
                 # One that moves `.grad` to `main_grad` finds None there: the recording added to `main_grad` itself.
                 for hook in torch_private.post_accumulate_hooks(parameter):
                     hook(parameter)
@@ -368,10 +402,12 @@ class GraphPair:
         """Of the outputs: they tell whether somebody writes into them."""
         return list(map(_version_of, self.outputs))
 
-    def spoilt(self, versions: Sequence[int], *, is_read_by_next: bool) -> bool:
+    def spoilt(self, versions: Sequence[int], read_by_next: Collection[int]) -> bool:
         """True if a result that the backward halves read was written into since it had these versions."""
-        pairs = zip(versions, self.versions(), self._is_saved, strict=True)
-        return any(before != after and (is_saved or is_read_by_next) for before, after, is_saved in pairs)
+        pairs = enumerate(zip(versions, self.versions(), self._is_saved, strict=True))
+        return any(
+            before != after and (is_saved or index in read_by_next) for index, (before, after, is_saved) in pairs
+        )
 
     def poison_dead(self) -> None:
         """Overwrite what nobody should read after the backward: results that no caller holds."""
@@ -440,9 +476,10 @@ def capture_backwards(pairs: Sequence[GraphPair], grad_outputs: Sequence[Tensor 
             results.append(pair._run_backward())
             if before is not None:
                 given: list[Tensor | None] = [None] * len(before.outputs)
+                repeated = {position for position, _ in pair.signature.repeated}
                 for position, (_, output) in pair.chained.items():
                     found = pair.grad_inputs[position]
-                    if before.differentiable[output]:
+                    if before.differentiable[output] and position not in repeated:
                         given[output] = torch.zeros_like(before.outputs[output]) if found is None else found
                 before.grad_outputs = given
         return results

@@ -8,7 +8,9 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from graphstep.capture.gradients import hooks_off
 from graphstep.capture.graph_pair import GraphPair
+from graphstep.engine import torch_private
 
 
 def by_graph(pairs: Sequence[GraphPair]) -> list[tuple[int, int]]:
@@ -37,16 +39,23 @@ def is_partial(graph: Sequence[GraphPair], given: Sequence[Sequence[Tensor | Non
 
 def recomputed(
     graph: Sequence[GraphPair], given: Sequence[Sequence[Tensor | None]], *, is_chained: bool
-) -> list[Tensor | None]:
-    """Run some pairs of a graph again, eagerly, with their backward; returns gradients of the first one's inputs."""
+) -> tuple[list[Tensor | None], list[Tensor | None]]:
+    """Run some pairs of a graph again, eagerly, with their backward.
+
+    Returns:
+        Gradients of the first one's inputs, and of the parameters whose gradients autograd accumulates. Those of all
+        other parameters are accumulated.
+    """
     if is_chained:
         graph[-1].load_output_gradients(given[-1], is_chained=True)
         given = [*given[:-1], graph[-1].grad_outputs]
     first = graph[0]
+    repeated = dict(first.signature.repeated)
     roots: list[Tensor] = []
     gradients: list[Tensor] = []
     with torch.enable_grad():
         inputs = [t.detach().requires_grad_(t.requires_grad) for t in first.inputs]
+        inputs = [inputs[repeated.get(position, position)] for position in range(len(inputs))]
         outputs: list[Tensor] = []
         for pair, found in zip(graph, given, strict=True):
             arguments = list(inputs) if pair is first else list(pair.inputs)
@@ -56,8 +65,20 @@ def recomputed(
             used = [(o, g) for o, g in zip(outputs, found, strict=True) if g is not None and o.requires_grad]
             roots += [output for output, _ in used]
             gradients += [gradient for _, gradient in used]
-        torch.autograd.backward(roots, gradients)
-    return [tensor.grad for tensor in inputs]
+    places = [n for n, tensor in enumerate(inputs) if tensor.requires_grad and n not in repeated]
+    accumulated = [(pair, parameter) for pair in graph for parameter in pair.accumulated]
+    wanted = [*(inputs[place] for place in places), *first.exposed, *(parameter for _, parameter in accumulated)]
+    with hooks_off(first.exposed):
+        found_gradients = torch_private.gradients(roots, wanted, gradients) if roots else (None,) * len(wanted)
+    incoming: list[Tensor | None] = [None] * len(inputs)
+    for place, gradient in zip(places, found_gradients, strict=False):
+        incoming[place] = gradient
+    exposed = list(found_gradients[len(places) : len(places) + len(first.exposed)])
+    rest = found_gradients[len(places) + len(exposed) :]
+    for (pair, parameter), gradient in zip(accumulated, rest, strict=True):
+        if gradient is not None:
+            pair.accumulate_eagerly(parameter, gradient)
+    return incoming, exposed
 
 
 def handed_over(

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from graphstep.capture.tree import Node, Value, flatten, step_of, tensor_paths
+from graphstep.engine import torch_private
 from graphstep.errors import InputMismatchError
 
 
@@ -54,6 +55,8 @@ class AmbientState:
     deterministic: bool
     matmul_precision: str
     default_dtype: torch.dtype
+    attention_backends: tuple[bool, ...] = ()
+    """Which kernels ``scaled_dot_product_attention`` may use."""
 
     @classmethod
     def now(cls, device_type: str) -> AmbientState:
@@ -71,6 +74,7 @@ class AmbientState:
             self.deterministic,
             self.matmul_precision,
             self.default_dtype,
+            self.attention_backends,
         )
 
     @contextmanager
@@ -92,15 +96,20 @@ class Signature:
     layouts: tuple[TensorLayout, ...]
     ambient: AmbientState
     training: tuple[bool, ...] = ()
+    repeated: tuple[tuple[int, int], ...] = ()
+    """Positions of tensors that are the same object as an earlier one, each with the position of that one."""
 
     @classmethod
-    def of(cls, arguments: Any, *, device_type: str, modules: Sequence[nn.Module] = ()) -> Signature:
+    def of(
+        cls, arguments: Any, *, device_type: str, modules: Sequence[nn.Module] = (), are_copied: bool = False
+    ) -> Signature:
         """The signature of a call.
 
         Args:
             arguments: any nesting of containers, dataclasses, tensors and values.
             device_type: ``cuda`` or ``cpu``, for the autocast state.
             modules: modules whose ``training`` flags matter.
+            are_copied: what is called gets a copy of each tensor, whether some of them are the same or not.
 
         Raises:
             InputMismatchError: a tensor has no strides (a sparse or jagged one).
@@ -113,6 +122,7 @@ class Signature:
             tuple(TensorLayout.of(tensor) for tensor in tensors),
             AmbientState.now(device_type),
             tuple(module.training for module in modules),
+            repeated_in(tensors) if len(tensors) > 1 and not are_copied else (),
         )
 
     def differences(self, other: Signature, root: str = "arguments") -> list[str]:
@@ -127,9 +137,18 @@ class Signature:
             captured, given = getattr(self.ambient, name), getattr(other.ambient, name)
             if captured != given:
                 found.append(f"{name} was {captured} at capture and is {given}")
+        if self.repeated != other.repeated:
+            found.append("other arguments than at capture are one and the same tensor")
         if self.training != other.training:
             found.append("the training flags of the modules changed (train() or eval() was called)")
         return found
+
+
+def repeated_in(tensors: Sequence[Tensor]) -> tuple[tuple[int, int], ...]:
+    """See :attr:`Signature.repeated`."""
+    first: dict[int, int] = {}
+    places = [(position, first.setdefault(id(tensor), position)) for position, tensor in enumerate(tensors)]
+    return tuple(place for place in places if place[0] != place[1]) if len(first) < len(tensors) else ()
 
 
 def ambient_key(device_type: str) -> tuple[Any, ...]:
@@ -143,6 +162,7 @@ def ambient_key(device_type: str) -> tuple[Any, ...]:
         torch.are_deterministic_algorithms_enabled(),
         _matmul_precision(),
         torch.get_default_dtype(),
+        torch_private.attention_backends(),
     )
 
 

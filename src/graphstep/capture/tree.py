@@ -89,12 +89,21 @@ def _has_attributes(value: Any) -> bool:
         return True
     kind: Any = type(value)
     is_plain = kind.__reduce_ex__ is object.__reduce_ex__ and kind.__reduce__ is object.__reduce__
-    return is_plain and hasattr(value, "__dict__") and not callable(value) and not isinstance(value, ModuleType)
+    has_some = hasattr(value, "__dict__") or bool(_slots_of(kind))
+    return is_plain and has_some and not callable(value) and not isinstance(value, ModuleType)
+
+
+def _slots_of(kind: type) -> tuple[str, ...]:
+    names: dict[str, None] = {}
+    for each in kind.__mro__:
+        slots = each.__dict__.get("__slots__", ())
+        names.update(dict.fromkeys((slots,) if isinstance(slots, str) else slots))
+    return tuple(name for name in names if name not in {"__dict__", "__weakref__"} and not name.startswith("__"))
 
 
 def _attributes_of(value: Any) -> tuple[str, ...]:
     fields = [field.name for field in dataclasses.fields(value)] if dataclasses.is_dataclass(value) else []
-    names = dict.fromkeys([*fields, *getattr(value, "__dict__", ())])
+    names = dict.fromkeys([*fields, *_slots_of(type(value)), *getattr(value, "__dict__", ())])
     return tuple(name for name in names if hasattr(value, name))
 
 

@@ -17,6 +17,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 _POST_ACCUMULATE_HOOKS_OF: Final = attrgetter("_post_accumulate_grad_hooks")
+_ATTENTION_BACKENDS: Final[tuple[Callable[[], bool], ...]] = tuple(
+    found
+    for name in ("flash", "mem_efficient", "math", "cudnn")
+    if (found := getattr(torch._C, f"_get_{name}_sdp_enabled", None)) is not None
+)
 
 
 class DispatchMode(TorchDispatchMode):
@@ -204,6 +209,11 @@ def backward_pass() -> int | None:
     current = getattr(torch._C, "_current_graph_task_id", None)
     number = -1 if current is None else int(current())
     return None if number < 0 else number
+
+
+def attention_backends() -> tuple[bool, ...]:
+    """Which kernels ``scaled_dot_product_attention`` may use now; empty where torch does not tell."""
+    return tuple([allowed() for allowed in _ATTENTION_BACKENDS])
 
 
 def saved_tensors_are_taken() -> bool:

@@ -20,7 +20,7 @@ from graphstep.capture.reasons import EagerReason
 from graphstep.capture.region import Region
 from graphstep.capture.report import CaptureReport, RegionStats
 from graphstep.capture.session import GraphSession
-from graphstep.capture.signature import Signature, TensorLayout, ambient_key
+from graphstep.capture.signature import Signature, TensorLayout, ambient_key, repeated_in
 from graphstep.capture.tree import flatten, tensor_paths
 from graphstep.engine import torch_private
 from graphstep.errors import InputMismatchError, LifecycleError, PlanError
@@ -120,7 +120,7 @@ class CallableGraphs:
                 "its graphs were reset", where=captured.region.name, fix="make graphed callables again"
             )
         tensors = self._checked(place, arguments, named)
-        reason = None if tensors is None else self._why_eager(place)
+        reason = None if tensors is None else self._why_eager(place, tensors)
         if tensors is None or reason is not None:
             return self._eager(place, reason or EagerReason.EVALUATION, arguments, named)
         chain = place.chain
@@ -175,7 +175,9 @@ class CallableGraphs:
             )
         return tensors
 
-    def _why_eager(self, place: Place) -> EagerReason | None:
+    def _why_eager(self, place: Place, tensors: Sequence[Tensor]) -> EagerReason | None:
+        if len(tensors) > 1 and repeated_in(tensors) != place.signature.repeated:
+            return EagerReason.OTHER_SIGNATURE  # One tensor for several arguments, or no longer.
         if torch_private.capture_is_under_way():
             return EagerReason.NESTED_CAPTURE
         if torch_private.saved_tensors_are_taken():
@@ -220,7 +222,14 @@ class CallableGraphs:
         self._num_open -= 1
 
 
-_IN_TURN: Final = frozenset({EagerReason.RESULT_HELD, EagerReason.CHANGED_ATTRIBUTE, EagerReason.NEW_HOOK})
+_IN_TURN: Final = frozenset(
+    {
+        EagerReason.RESULT_HELD,
+        EagerReason.CHANGED_ATTRIBUTE,
+        EagerReason.NEW_HOOK,
+        EagerReason.OTHER_SIGNATURE,
+    }
+)
 """Reasons for which a training call of the step runs eagerly in its turn."""
 
 
@@ -284,7 +293,7 @@ def _differences(mine: Signature, given: Signature, names: Sequence[str]) -> lis
         for own, theirs in zip(mine.layouts, given.layouts, strict=False)
     )
     if len(layouts) == len(given.layouts):
-        given = Signature(given.structure, layouts, given.ambient, given.training)
+        given = Signature(given.structure, layouts, given.ambient, given.training, mine.repeated)
     return [_with_name(text, names) for text in mine.differences(given, "")]
 
 

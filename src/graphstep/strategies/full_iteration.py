@@ -188,7 +188,7 @@ class FullCudaGraphWrapper:
         return iteration
 
     def _signature(self, batches: list[Any]) -> Signature:
-        return Signature.of(batches, device_type=self._session.device.type, modules=self._modules)
+        return Signature.of(batches, device_type=self._session.device.type, modules=self._modules, are_copied=True)
 
     def _drop(self, iteration: _Iteration, stats: RegionStats) -> None:
         if iteration.graph is not None:

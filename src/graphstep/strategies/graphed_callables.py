@@ -417,7 +417,7 @@ def _refuse_unused(pair: GraphPair) -> None:
     unused = [
         f"argument tensor {position + 1}"
         for position, (tensor, gradient) in enumerate(zip(pair.inputs, pair.grad_inputs, strict=True))
-        if tensor.requires_grad and gradient is None
+        if tensor.requires_grad and gradient is None and position not in dict(pair.signature.repeated)
     ]
     used = {id(parameter) for parameter in pair.trained}
     unused += [

@@ -224,14 +224,21 @@ class _Capturing:
             )
         owned = {entry.facts[0]: entry.tensor for entry in session.manifest if entry.facts is not None}
         before = self.pairs[call.follows] if call.follows is not None else None
-        inputs, in_place, chained = [], set(), {}
+        inputs: list[Tensor] = []
+        in_place: set[int] = set()
+        chained: dict[int, tuple[GraphPair, int]] = {}
+        repeated = dict(variant.signature.repeated)
         static_bytes = 0
         stats = session.stats(variant.region.name, variant.region.kind)
         for position, layout in enumerate(variant.signature.layouts):
             origin = call.origins[position]
             found = owned.get(call.addresses[position])
             source = self.pairs.get((origin.variant, origin.slot)) if origin is not None else None
-            if source is not None and origin is not None:
+            if position in repeated:
+                inputs.append(inputs[repeated[position]])
+                if source is not None and origin is not None:
+                    chained[position] = source, origin.output
+            elif source is not None and origin is not None:
                 chained[position] = source, origin.output
                 inputs.append(torch.empty(0))  # Found at capture.
             elif found is not None and not layout.requires_grad and TensorLayout.of(found) == layout:

@@ -78,12 +78,13 @@ class ObservedCall:
         """The region has run."""
         closing, self._closing = self._closing, None
         self.observer.outputs(*self.key, outputs)
-        differentiable = [tensor for tensor in outputs if tensor.requires_grad]
+        # A parameter that is returned is the user's, and no place for hooks.
+        differentiable = [tensor for tensor in outputs if tensor.requires_grad and not tensor.is_leaf]
         call = self.observer.plan.calls[self.key]
         if call.used is None and len(differentiable) > 1:
-            used = call.used = set()
+            used = call.used = {index for index, tensor in enumerate(outputs) if tensor.is_leaf}
             for index, tensor in enumerate(outputs):
-                if tensor.requires_grad:
+                if tensor.requires_grad and not tensor.is_leaf:
                     tensor.register_hook(partial(_note, used, index))
         if differentiable and closing is not None:
             torch.autograd.graph.register_multi_grad_hook(differentiable, closing.backward_begins, mode="any")

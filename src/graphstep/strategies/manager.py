@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any, ClassVar, Final
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -31,6 +32,8 @@ from graphstep.strategies.local_layers import GraphedModule, Named, graphed_laye
 from graphstep.strategies.local_observed import ObservedCalls
 from graphstep.strategies.local_problems import modules_and_regions, nothing_to_capture, other_strategy
 
+_MAX_COUNTED: Final = 64
+"""Signatures of a region that are counted while they have no graphs."""
 _MAX_UNCHECKED: Final = 256
 """Calls after which addresses are checked although something is in flight: it may be so for ever."""
 
@@ -104,6 +107,7 @@ class CudaGraphManager:
         self._is_automatic = is_automatic
         self._boundary = StepBoundary(model.parameters())
         self._watched: Watched | None = None
+        self._watched_of: WeakKeyDictionary[Chain, Watched] = WeakKeyDictionary()
         self._look = FastLook(())
         self._has_changes = False
         self._lanes = Lanes()
@@ -198,9 +202,22 @@ class CudaGraphManager:
         self._num_open -= 1
 
     def before_run(self, chain: Chain, index: int) -> Callable[[], None] | None:
-        """In debug mode, addresses are checked before backwards too."""
-        del chain, index
+        """Check the addresses of the chain if something else is in flight: :meth:`before_call` has not done it then.
+
+        In debug mode, they are checked before backwards too.
+        """
+        del index
+        if self._num_open:
+            self._verify_chain(chain)
         return self.verify if self.is_debugging else None
+
+    def _verify_chain(self, chain: Chain) -> None:
+        watched = self._watched_of.get(chain)
+        if watched is not None:
+            verify(watched, "before a replay")
+
+    def _watch_chain(self, chain: Chain) -> Watched:
+        return self.session.watch([(pair.region.name, m) for pair in chain.pairs for m in pair.region.modules[:1]])
 
     def not_replayed(self, calls: RegionCalls, reason: EagerReason) -> Callable[[Any], None] | None:
         """It runs eagerly, and that is all."""
@@ -239,6 +256,10 @@ class CudaGraphManager:
         # In the order of the step, so that all ranks of a job choose the same.
         seen = list(dict.fromkeys(variant for variant, _ in observer.plan.trained()))
         self._hits.update((variant.region, variant.signature) for variant in seen)
+        if len(self._hits) > _MAX_COUNTED * max(1, len(self._regions)):
+            # A loop whose signatures never come back: count anew, and let go of what is in them.
+            now = {(variant.region, variant.signature) for variant in seen}
+            self._hits = Counter({key: count for key, count in self._hits.items() if key in now})
         chosen = self._chains.worth_it(seen, self._hits, self._regions)
         plan = observer.plan.only(chosen)
         merge = self._config.merge_layers
@@ -313,6 +334,7 @@ class CudaGraphManager:
             )
         self._watched = self.session.watch([(path, module.module) for path, module in self._captured_modules()])
         for chain in chains:
+            self._watched_of[chain] = self._watch_chain(chain)
             for pair in chain.pairs:
                 pair.homes.hide_new()
         for home in self.session.gradient_homes.values():

@@ -1,0 +1,40 @@
+"""What a captured region returns: memory of its own, and which parameters it depends on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from graphstep.capture.gradients import leaves_reached
+from graphstep.capture.parameter_aliases import ParameterAliases
+from graphstep.capture.tree import flatten, unflatten
+from graphstep.engine import torch_private
+
+
+def with_memory_of_its_own(result: Any, foreign: Iterable[Tensor]) -> Any:
+    """The result, with copies of what lies in the memory of these tensors: the next call would overwrite it there."""
+    tensors, structure = flatten(result)
+    taken = set(map(torch_private.storage_key, foreign))
+    is_foreign = [torch_private.storage_key(tensor) in taken for tensor in tensors]
+    if not any(is_foreign):
+        return result
+    return unflatten(structure, [_copy(t) if copied else t for t, copied in zip(tensors, is_foreign, strict=True)])
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    """With the same strides: what is computed from it is rounded as before."""
+    if 0 in tensor.stride():
+        return tensor.clone()
+    made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+    return made.copy_(tensor)
+
+
+def parameters_behind(outputs: Sequence[Tensor], aliases: ParameterAliases) -> list[set[int]]:
+    """For each output the identities of the parameters that its gradient reaches."""
+    return [
+        {id(aliases.original_of(leaf)) for leaf in leaves_reached([output])} if output.requires_grad else set()
+        for output in outputs
+    ]
