@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Protocol
 
 from graphstep.capture.holders import Holders
 from graphstep.capture.plan import Event, Phase, Plan, Variant
+from graphstep.capture.region import Region
 
 
 @dataclass(slots=True, eq=False)
@@ -110,12 +112,43 @@ class Lane:
             self.latest = None
 
 
-def lane_groups(plan: Plan) -> dict[Variant, int]:
+def lane_groups(plan: Plan, apart: Mapping[Region, int] = MappingProxyType({})) -> dict[Variant, int]:
     """A number for each variant: those with equal numbers may share memory, slot by slot.
 
     Within a slot, their runs in the plan are nested in each other or apart, as those of the layers of one microbatch
     are. Usually one group holds all; an interleaved schedule makes one for each model chunk.
+
+    Args:
+        plan: the order.
+        apart: the group of each region for a plan that goes on in another order than it begins, so that some of its
+            forwards could not run; empty if that does not matter.
     """
+    found = _nested_groups(plan)
+    if apart and not _allows_all(plan, found):
+        return {variant: apart[variant.region] for variant in found}
+    return found
+
+
+def _allows_all(plan: Plan, groups: Mapping[Variant, int]) -> bool:
+    """True if every forward of the plan may run when its turn comes."""
+    positions: dict[tuple[Variant, int], list[int]] = {}
+    for position, event in enumerate(plan.first_events()):
+        positions.setdefault((event.variant, event.slot), []).append(position)
+    lanes, spans = Lanes(), dict[tuple[Variant, int], Span]()
+    for event in plan.events:
+        key = event.variant, event.slot
+        lane = lanes.of(groups[event.variant], event.slot)
+        if event.phase is Phase.BACKWARD:
+            lane.leave(spans.pop(key))
+        elif not lane.allows(positions[key][0]):
+            return False
+        else:
+            spans[key] = Span(*positions[key])
+            lane.enter(spans[key])
+    return True
+
+
+def _nested_groups(plan: Plan) -> dict[Variant, int]:
     variants = list(dict.fromkeys(event.variant for event in plan.events))
     groups: list[set[Variant]] = []
     for variant in variants:

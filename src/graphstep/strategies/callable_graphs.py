@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from graphstep.capture.attributes import Attributes
 from graphstep.capture.chain import Chain
@@ -22,8 +23,8 @@ from graphstep.capture.report import CaptureReport, RegionStats
 from graphstep.capture.session import GraphSession
 from graphstep.capture.signature import Signature, TensorLayout, ambient_key, repeated_in
 from graphstep.capture.tree import flatten, tensor_paths
-from graphstep.engine import torch_private
 from graphstep.errors import InputMismatchError, LifecycleError, PlanError
+from graphstep.strategies.local_calls import never_replayed
 from graphstep.strategies.order_cursor import OrderCursor, Turn
 
 
@@ -34,8 +35,12 @@ class Captured:
     region: Region
     stats: RegionStats
     watched: Watched
+    roots: tuple[tuple[str, nn.Module], ...]
+    """Name and module of those that it uses, without what lies inside of them."""
     names: Sequence[str]
     """Of its positional arguments."""
+    module: nn.Module | None = None
+    """What was given, if that is a module."""
     attributes: Attributes | None = None
     """What Python reads in it, as it was before the capture."""
     pending: Pending | None = None
@@ -43,10 +48,9 @@ class Captured:
 
     def note(self) -> None:
         """Before the capture: note what Python reads."""
-        first = self.region.modules[:1]
-        named = [each for module in first for each in module.named_modules(prefix=self.region.name)]
+        named = {id(m): (path, m) for prefix, root in self.roots for path, m in root.named_modules(prefix=prefix)}
         # Hooks of the module itself run around it.
-        self.attributes = Attributes(named, hooks_of=named[1:])
+        self.attributes = Attributes(named.values(), hooks_of=list(named.values())[1:])
 
     def settle(self) -> None:
         """After the capture: leave out what the callable sets itself."""
@@ -68,6 +72,8 @@ class Place:
     forward: Turn
     backward: Turn
     chain: Chain | None = None
+    keywords: Mapping[str, int] = field(default_factory=dict)
+    """Names of keyword arguments, each with its place in the sample."""
     guard: Callable[..., bool] | None = None
     """True for tensors with the layouts of the signature; ``None`` where that cannot be told fast."""
 
@@ -115,6 +121,9 @@ class CallableGraphs:
             LifecycleError: the graphs are closed.
         """
         captured, signature = place.captured, place.signature
+        if len(named) > 1:
+            wanted = place.keywords  # Their order does not matter.
+            named = {name: named[name] for name in sorted(named, key=lambda n: (wanted.get(n, len(wanted)), n))}
         if self.session.is_closed:
             raise LifecycleError(
                 "its graphs were reset", where=captured.region.name, fix="make graphed callables again"
@@ -176,14 +185,11 @@ class CallableGraphs:
         return tensors
 
     def _why_eager(self, place: Place, tensors: Sequence[Tensor]) -> EagerReason | None:
+        never = never_replayed()
+        if never is not None:
+            return never
         if len(tensors) > 1 and repeated_in(tensors) != place.signature.repeated:
             return EagerReason.OTHER_SIGNATURE  # One tensor for several arguments, or no longer.
-        if torch_private.capture_is_under_way():
-            return EagerReason.NESTED_CAPTURE
-        if torch_private.saved_tensors_are_taken():
-            return EagerReason.RECOMPUTE
-        if torch_private.transforms_are_active():
-            return EagerReason.TRANSFORMED
         attributes = place.captured.attributes
         changed = attributes.changed() if attributes is not None else ()
         if changed:
@@ -253,12 +259,15 @@ class GraphedCallable:
     Results may be kept: no replay overwrites one that somebody holds.
     """
 
-    def __init__(self, graphs: CallableGraphs, place: Place) -> None:
-        self._graphs, self._place = graphs, place
+    def __init__(self, graphs: CallableGraphs, place: Place, around: CurrentMicrobatch | None = None) -> None:
+        self._graphs, self._place, self._around = graphs, place, around
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
-        """Run it. See :func:`graphstep.make_graphed_callables` for errors."""
-        return self._graphs.call(self._place, arguments, named)
+        """Run it, with the hooks of the module around it. See :func:`graphstep.make_graphed_callables` for errors."""
+        if self._around is None:
+            return self._graphs.call(self._place, arguments, named)
+        with self._around.entered(self._place) as module:
+            return module(*arguments, **named)
 
     def report(self) -> CaptureReport:
         """What was captured with it, and how it was used."""
@@ -267,6 +276,30 @@ class GraphedCallable:
     def reset(self) -> None:
         """Free its graphs and those of all callables that were given with it. May be called twice."""
         self._graphs.close()
+
+
+class CurrentMicrobatch:
+    """What stands in place of the ``forward`` of a module that is captured for several microbatches."""
+
+    def __init__(self, graphs: CallableGraphs, module: nn.Module, function: Callable[..., Any]) -> None:
+        self._graphs, self._module, self._function = graphs, module, function
+        self._place: Place | None = None
+
+    @contextmanager
+    def entered(self, place: Place) -> Iterator[nn.Module]:
+        """A call of the module in the body is for this microbatch."""
+        before, self._place = self._place, place
+        try:
+            yield self._module
+        finally:
+            self._place = before
+
+    def __call__(self, *arguments: Any, **named: Any) -> Any:
+        """Replay the microbatch whose call is under way; a call of the module by itself runs as it is."""
+        place = self._place
+        if place is None:
+            return self._function(*arguments, **named)
+        return self._graphs.call(place, arguments, named)
 
 
 def layout_guard(signature: Signature) -> Callable[..., bool] | None:

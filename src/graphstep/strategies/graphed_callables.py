@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from functools import partial
+from types import CellType
 from typing import Any, Final
 
 import torch
@@ -18,22 +20,24 @@ from graphstep.capture.region import Region
 from graphstep.capture.session import GraphSession
 from graphstep.capture.signature import Signature
 from graphstep.capture.tree import flatten
-from graphstep.errors import CaptureError, ConfigError, Problem
+from graphstep.errors import CaptureError
 from graphstep.strategies import pipeline_order
 from graphstep.strategies.callable_graphs import (
     CallableGraphs,
     Captured,
+    CurrentMicrobatch,
     GraphedCallable,
     Place,
     layout_guard,
     names_of,
 )
+from graphstep.strategies.graphed_arguments import GraphedArguments, Hooks
 from graphstep.strategies.local_capture import EVERY_PARAMETER, Order, capture_chains
 from graphstep.strategies.local_forward import InstalledForward, own_forward
 from graphstep.strategies.order_cursor import OrderCursor, Turn
 
-Hooks = Mapping[str, Any]
-_HOOK_KINDS: Final = ("forward_pre_hooks", "forward_hooks", "backward_pre_hooks", "backward_hooks")
+_MAX_SMALL: Final = 1024
+"""Entries of results that callers always get as copies."""
 
 
 def make_graphed_callables(
@@ -80,8 +84,10 @@ def make_graphed_callables(
             not as many as there are microbatches.
         clone_param_grads_on_return: accepted; gradients never alias memory of the graphs.
         accumulate_param_grads: add the gradients of parameters to ``.grad`` (or ``main_grad``) inside the graphs, with
-            no launches of their own. Hooks that want to see each gradient keep their parameter out of this; not for
-            modules in DistributedDataParallel.
+            no launches of their own. Hooks that want to see each gradient keep their parameter out of this; hooks after
+            accumulation find ``.grad`` empty where there is a ``main_grad``. Not for modules in
+            DistributedDataParallel, nor for parameters that other calls of this function, or eager code, use too:
+            the parts of their gradient would be added one by one, and rounded so.
         capture_time_hooks: for each callable ``None`` or a mapping with ``forward_pre_hooks``, ``forward_hooks``,
             ``backward_pre_hooks``, ``backward_hooks``: a function of the callable, or several. They run around each
             capture, outside of it, and have to return ``None``.
@@ -101,158 +107,43 @@ def make_graphed_callables(
     In other modes than at the capture (grad mode off, training flags changed) they run eagerly.
     """
     del retain_graph_in_backward, clone_param_grads_on_return, pool
-    if sample_kwargs is not None and not _is_kwargs(sample_kwargs):
-        sample_kwargs = None  # A pool, in torch's order of arguments.
-    asked = _Asked.read(callables, sample_args, sample_kwargs, _order, _num_layers_per_chunk, capture_time_hooks)
+    if _is_pool(sample_kwargs):
+        sample_kwargs = None  # In torch's order of arguments.
+    asked = GraphedArguments.read(
+        callables, sample_args, sample_kwargs, num_warmup_iters, _order, _num_layers_per_chunk, capture_time_hooks
+    )
     made = _Making(asked, num_warmup_iters, reuses=_reuse_graph_input_output_buffers)
     if pre_warmup_hook is not None:
         pre_warmup_hook()
-    result = made.run(accumulates=accumulate_param_grads, allows_unused=allow_unused_input)
-    if post_warmup_hook is not None:
-        post_warmup_hook()
-    return result
+    return made.run(accumulates=accumulate_param_grads, allows_unused=allow_unused_input, afterwards=post_warmup_hook)
 
 
-def _is_kwargs(value: Any) -> bool:
-    if isinstance(value, Mapping):
-        return True
-    return isinstance(value, (list, tuple)) and all(isinstance(each, Mapping) for each in value)
+def _is_pool(value: Any) -> bool:
+    return isinstance(value, tuple) and len(value) == 2 and all(isinstance(each, int) for each in value)
 
 
-@dataclass(slots=True)
-class _Asked:
-    """What to capture: checked arguments."""
-
-    callables: tuple[Callable[..., Any], ...]
-    samples: list[tuple[tuple[Any, ...], dict[str, Any]]]
-    layers_per_chunk: tuple[int, ...]
-    num_microbatches: int
-    order: tuple[pipeline_order.OrderStep, ...]
-    hooks: list[Hooks]
-    is_single: bool
-    is_ordered: bool
-
-    @classmethod
-    def read(
-        cls,
-        callables: Any,
-        sample_args: Any,
-        sample_kwargs: Any,
-        order: Sequence[float] | None,
-        layers_per_chunk: Sequence[int] | None,
-        hooks: Sequence[Hooks | None] | None,
-    ) -> _Asked:
-        """Bring the arguments into one form.
-
-        Raises:
-            ConfigError: all problems at once.
-        """
-        is_single = not isinstance(callables, (tuple, list))
-        given = (callables,) if is_single else tuple(callables)
-        if is_single and order is None:
-            sample_args = (sample_args,)
-        problems = [
-            _problem("callables", f"number {index + 1} is a {type(each).__name__} and cannot be called", "give modules")
-            for index, each in enumerate(given)
-            if not callable(each)
-        ]
-        if not given:
-            problems.append(_problem("callables", "there are none", "give a module or a function"))
-        chunks, num_microbatches, steps = _read_order(order, layers_per_chunk, len(given), problems)
-        num_samples = num_microbatches * sum(chunks)
-        samples = _read_samples(sample_args, sample_kwargs, num_samples, problems)
-        if hooks is not None and len(hooks) != len(given):
-            problems.append(
-                _problem("capture_time_hooks", f"{len(hooks)} for {len(given)} callables", "give one or None for each")
-            )
-        known = [dict(each or {}) for each in hooks or [None] * len(given)]
-        for index, each in enumerate(known):
-            unknown = sorted(set(each) - set(_HOOK_KINDS))
-            if unknown:
-                what = f"{', '.join(map(repr, unknown))} of callable {index + 1} is no kind of hook"
-                problems.append(_problem("capture_time_hooks", what, f"use {', '.join(_HOOK_KINDS)}"))
-        if problems:
-            raise ConfigError(problems)
-        return cls(given, samples, chunks, num_microbatches, steps, list(known), is_single, order is not None)
-
-    def index_of(self, chunk: int, microbatch: int, layer: int) -> int:
-        """The place of a sample in the list of all."""
-        return (
-            self.num_microbatches * sum(self.layers_per_chunk[:chunk])
-            + microbatch * self.layers_per_chunk[chunk]
-            + layer
-        )
-
-    def callable_of(self, chunk: int, layer: int) -> int:
-        """The place of a layer in the list of callables."""
-        return sum(self.layers_per_chunk[:chunk]) + layer
-
-    def result(self, graphs: CallableGraphs, places: Sequence[Place]) -> Any:
-        """What the caller gets."""
-        if self.is_ordered:
-            return [GraphedCallable(graphs, place) for place in places]
-        made = [
-            _installed(each, graphs, place) if isinstance(each, nn.Module) else GraphedCallable(graphs, place)
-            for each, place in zip(self.callables, places, strict=True)
-        ]
-        return made[0] if self.is_single else tuple(made)
+def _result(asked: GraphedArguments, graphs: CallableGraphs, places: Sequence[Place]) -> Any:
+    """What the caller gets."""
+    if asked.is_ordered:
+        around: dict[nn.Module, CurrentMicrobatch] = {}
+        for each in asked.callables:
+            if isinstance(each, nn.Module) and each not in around:
+                around[each] = CurrentMicrobatch(graphs, each, own_forward(each))
+                _install(each, graphs, around[each])
+        found = ((place, place.captured.module) for place in places)
+        return [GraphedCallable(graphs, place, around[m] if m is not None else None) for place, m in found]
+    made = [
+        _install(each, graphs, GraphedCallable(graphs, place))
+        if isinstance(each, nn.Module)
+        else GraphedCallable(graphs, place)
+        for each, place in zip(asked.callables, places, strict=True)
+    ]
+    return made[0] if asked.is_single else tuple(made)
 
 
-def _read_order(
-    order: Sequence[float] | None, layers_per_chunk: Sequence[int] | None, num_callables: int, problems: list[Problem]
-) -> tuple[tuple[int, ...], int, tuple[pipeline_order.OrderStep, ...]]:
-    if order is None:
-        if layers_per_chunk is not None:
-            problems.append(_problem("_num_layers_per_chunk", "it was given without _order", "give both or neither"))
-        return (num_callables,), 1, pipeline_order.steps_of([1, -1], num_chunks=1)
-    num_chunks = int(max((abs(entry) for entry in order), default=0))
-    num_layers, rest = divmod(num_callables, max(1, num_chunks))
-    chunks = tuple(layers_per_chunk) if layers_per_chunk is not None else (num_layers,) * num_chunks
-    if layers_per_chunk is None and rest:
-        what = f"{num_callables} callables are not as many for each of {num_chunks} chunks"
-        problems.append(_problem("callables", what, "give _num_layers_per_chunk"))
-    elif len(chunks) != num_chunks or sum(chunks) != num_callables or min(chunks, default=1) < 1:
-        what = f"{list(chunks)} does not divide {num_callables} callables among {num_chunks} chunks"
-        problems.append(_problem("_num_layers_per_chunk", what, "name a number for each chunk that _order names"))
-    try:
-        steps = pipeline_order.steps_of(order, num_chunks=max(1, num_chunks))
-    except ConfigError as error:
-        problems.extend(error.problems)
-        return chunks, 0, ()
-    if any(step.phase is pipeline_order.Phase.WEIGHT_GRADIENT for step in steps):
-        what = "separate weight gradients are not captured yet"
-        problems.append(_problem("_order", what, "leave out the entries with a half"))
-    return chunks, 1 + max(step.microbatch for step in steps), steps
-
-
-def _read_samples(
-    sample_args: Any, sample_kwargs: Any, num_samples: int, problems: list[Problem]
-) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
-    if not num_samples:
-        return []
-    arguments = list(sample_args) if isinstance(sample_args, (tuple, list)) else None
-    if arguments is None or not all(isinstance(each, (tuple, list)) for each in arguments):
-        what = "it has to be a tuple of arguments for one callable, and a tuple of such tuples for several"
-        problems.append(_problem("sample_args", what, "write (x,) for a single argument"))
-        return []
-    if sample_kwargs is None or isinstance(sample_kwargs, Mapping):
-        named = [dict(sample_kwargs or {}) for _ in range(num_samples)]
-    else:
-        named = [dict(each) for each in sample_kwargs]
-    for name, found in (("sample_args", len(arguments)), ("sample_kwargs", len(named))):
-        if found != num_samples:
-            what = f"expected {num_samples} entries (callables times microbatches), got {found}"
-            problems.append(_problem(name, what, "give one for each chunk, microbatch and layer, in that order"))
-    return [(tuple(args), kwargs) for args, kwargs in zip(arguments, named, strict=False)]
-
-
-def _problem(where: str, what: str, fix: str) -> Problem:
-    return Problem(f"graphed-callables-{where.strip('_').replace('_', '-')}", f"{where}: {what}", where, fix)
-
-
-def _installed(module: nn.Module, graphs: CallableGraphs, place: Place) -> nn.Module:
+def _install(module: nn.Module, graphs: CallableGraphs, forward: Callable[..., Any]) -> nn.Module:
     own = module.__dict__.get("forward")
-    installed = InstalledForward(module, GraphedCallable(graphs, place), own_forward(module))
+    installed = InstalledForward(module, forward, own_forward(module))
     module.__dict__["forward"] = installed
 
     def put_back() -> None:
@@ -268,7 +159,7 @@ def _installed(module: nn.Module, graphs: CallableGraphs, place: Place) -> nn.Mo
 class _Making:
     """Turns an order into a plan, and captures it."""
 
-    def __init__(self, asked: _Asked, num_warmup_runs: int, *, reuses: bool) -> None:
+    def __init__(self, asked: GraphedArguments, num_warmup_runs: int, *, reuses: bool) -> None:
         self._asked = asked
         self._num_warmup_runs = num_warmup_runs
         self._reuses = reuses
@@ -277,8 +168,9 @@ class _Making:
         self._keys: dict[int, Key] = {}
         """By index of a sample: what serves it."""
         self._callable_of: dict[Region, int] = {}
+        self._chunk_of: dict[Region, int] = {}
 
-    def run(self, *, accumulates: bool, allows_unused: bool) -> Any:
+    def run(self, *, accumulates: bool, allows_unused: bool, afterwards: Callable[[], None] | None) -> Any:
         """Capture everything; returns what the caller gets.
 
         Raises:
@@ -292,11 +184,11 @@ class _Making:
         try:
             turns = self._plan(session)
             graphs.cursor = OrderCursor(turns, graphs.is_idle) if asked.is_ordered else None
-            result = asked.result(graphs, self.places)
+            result = _result(asked, graphs, self.places)
             receivers = {place.captured.region: place.captured for place in self.places}
             for captured in receivers.values():
                 captured.note()
-            with torch.inference_mode(False):
+            with torch.inference_mode(False), self._tensors_kept(receivers.values()):
                 chains = capture_chains(
                     Order(
                         plan=self._observer.plan,
@@ -304,12 +196,16 @@ class _Making:
                         session=session,
                         lanes=Lanes(),
                         receivers=receivers,
+                        attributes={r: each.attributes for r, each in receivers.items() if each.attributes is not None},
                         num_warmup_runs=self._num_warmup_runs,
-                        through_autograd=frozenset() if accumulates else EVERY_PARAMETER,
+                        through_autograd=self._shared() if accumulates else EVERY_PARAMETER,
+                        apart={region: self._chunk_of[region] for region in receivers},
                         around=self._hooks_around,
                     )
                 )
             self._settle(chains, allows_unused=allows_unused)
+            if afterwards is not None:
+                afterwards()
         except BaseException:
             graphs.close()
             raise
@@ -331,7 +227,11 @@ class _Making:
                         Turn(captured.region.name, chunk, microbatch, phase)
                         for phase in (pipeline_order.Phase.FORWARD, pipeline_order.Phase.BACKWARD)
                     )
-                    place = Place(captured, signature, forward, backward, guard=layout_guard(signature))
+                    keywords = {name: number for number, name in enumerate(arguments[1])}
+                    place = Place(
+                        captured, signature, forward, backward, keywords=keywords, guard=layout_guard(signature)
+                    )
+                    self._chunk_of[captured.region] = chunk
                     self.places.append(place)
         for step in asked.order:
             layers = range(asked.layers_per_chunk[step.chunk])
@@ -360,16 +260,41 @@ class _Making:
 
     def _captured(self, index: int, session: GraphSession) -> Captured:
         function = self._asked.callables[index]
-        modules: tuple[nn.Module, ...] = ()
         name = f"callables[{index}] ({getattr(function, '__name__', type(function).__name__)})"
         names = names_of(function)
+        roots = tuple((name, module) for module in _modules_of(function))
+        modules = {id(module): module for _, root in roots for module in root.modules()}
         if isinstance(function, nn.Module):
-            modules = tuple(function.modules())
             function = own_forward(function)
-        region = Region(name=name, kind="callable", function=function, modules=modules)
+        region = Region(name=name, kind="callable", function=function, modules=tuple(modules.values()))
         self._callable_of[region] = index
-        watched = session.watch([(name, module) for module in modules[:1]])
-        return Captured(region, session.stats(name, region.kind), watched, names)
+        captured = Captured(region, session.stats(name, region.kind), session.watch(roots), roots, names)
+        captured.module = given if isinstance(given := self._asked.callables[index], nn.Module) else None
+        return captured
+
+    def _shared(self) -> frozenset[int]:
+        """Parameters of several callables: autograd sums their parts before it accumulates."""
+        users = Counter(
+            number
+            for region in self._callable_of
+            for number in {id(p) for module in region.modules for p in module._parameters.values() if p is not None}
+        )
+        return frozenset(number for number, count in users.items() if count > 1)
+
+    @staticmethod
+    @contextmanager
+    def _tensors_kept(each: Iterable[Captured]) -> Iterator[None]:
+        """Give modules back the tensors that the body replaced, and refuse that."""
+        try:
+            yield
+        finally:
+            replaced = [name for captured in each for name in captured.watched.put_back()]
+        if replaced:
+            raise CaptureError(
+                f"each run replaces {', '.join(replaced)}; a graph works on the tensors that it has seen",
+                where="make_graphed_callables",
+                fix="write into the tensors (copy_, add_, mul_)",
+            )
 
     def _settle(self, chains: Sequence[Chain], *, allows_unused: bool) -> None:
         by_key: dict[Key, Chain] = {}
@@ -384,9 +309,11 @@ class _Making:
                 by_key[key] = chain
                 pair.homes.hide_new()
                 pair.is_held()  # From now on, more holders than at this moment are callers.
+                # Losses and the like are kept for long.
+                pair.copies_results = sum(output.numel() for output in pair.outputs) <= _MAX_SMALL
                 chain.lane.add(pair)
                 if not allows_unused:
-                    _refuse_unused(pair)
+                    _refuse_unused(pair, self._asked.callables[self._callable_of[pair.region]])
         for home in (home for chain in chains for pair in chain.pairs for home in pair.session.gradient_homes.values()):
             home.note_holders()
         for index, key in self._keys.items():
@@ -413,7 +340,26 @@ class _Making:
                 )
 
 
-def _refuse_unused(pair: GraphPair) -> None:
+def _modules_of(function: Any) -> list[nn.Module]:
+    """The modules that a callable shows that it uses: itself, its owner, what it was given, what it closes over."""
+    if isinstance(function, nn.Module):
+        return [function]
+    if isinstance(function, partial):
+        given = [function.func, *function.args, *function.keywords.values()]
+        return list(dict.fromkeys(module for each in given for module in _modules_of(each)))
+    cells = [cell.cell_contents for cell in getattr(function, "__closure__", None) or () if _is_filled(cell)]
+    owner = getattr(function, "__self__", None)
+    return list(dict.fromkeys(each for each in (owner, *cells) if isinstance(each, nn.Module)))
+
+
+def _is_filled(cell: CellType) -> bool:
+    try:
+        return cell.cell_contents is not None
+    except ValueError:
+        return False
+
+
+def _refuse_unused(pair: GraphPair, function: Any) -> None:
     unused = [
         f"argument tensor {position + 1}"
         for position, (tensor, gradient) in enumerate(zip(pair.inputs, pair.grad_inputs, strict=True))
@@ -422,7 +368,7 @@ def _refuse_unused(pair: GraphPair) -> None:
     used = {id(parameter) for parameter in pair.trained}
     unused += [
         name
-        for module in pair.region.modules[:1]
+        for module in _modules_of(function)
         for name, parameter in module.named_parameters()
         if parameter.requires_grad and id(parameter) not in used
     ]

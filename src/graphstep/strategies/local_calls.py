@@ -195,7 +195,7 @@ class RegionCalls:
         host = self._host
         if host.is_capturing:
             return self.region.function(*arguments, **named)
-        reason = _never_replayed()
+        reason = never_replayed()
         if reason is EagerReason.RECOMPUTE and not self._has_warned:
             self._refuse_recompute()
         if reason is not None:
@@ -305,7 +305,8 @@ class RegionCalls:
         return result
 
 
-def _never_replayed() -> EagerReason | None:
+def never_replayed() -> EagerReason | None:
+    """Why no call can be replayed now, whatever it is; ``None`` if it may be."""
     if not torch.is_grad_enabled():
         return EagerReason.EVALUATION
     if torch_private.saved_tensors_are_taken():

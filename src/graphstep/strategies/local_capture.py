@@ -66,6 +66,8 @@ class Order:
     through_autograd: Container[int] = frozenset()
     """Identities of parameters whose gradients autograd accumulates."""
     poisons: bool = False
+    apart: Mapping[Region, int] = field(default_factory=dict)
+    """Groups of regions that share no memory if the whole plan could not be replayed otherwise."""
     around: Callable[[Event], AbstractContextManager[None]] = lambda _event: nullcontext()
     """What else is done before and after each capture, outside of it."""
 
@@ -114,7 +116,7 @@ def capture_chains(order: Order) -> list[Chain]:
         RegionFailedError: names the region. All recordings of this order are closed, and gradients that were made for
             them are gone, whatever the error.
     """
-    capturing = _Capturing(order, lane_groups(order.plan))
+    capturing = _Capturing(order, lane_groups(order.plan, order.apart))
     with order.session.captures_in_a_row(), CaptureProgress(len(order.plan.calls)) as progress:
         try:
             return capturing.run(progress)

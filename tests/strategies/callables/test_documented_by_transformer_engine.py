@@ -50,7 +50,6 @@ def test_sample_kwargs(device: torch.device, dtype: torch.dtype, as_tuple: bool)
     compared(device, script, dtype=dtype, replays=5)
 
 
-@pytest.mark.xfail(strict=True, reason="keywords in another order than in the sample are refused")
 def test_order_of_keywords_does_not_matter(device: torch.device) -> None:
     def script(job: Job) -> None:
         sample = job.sample(requires_grad=True)
@@ -133,12 +132,14 @@ def test_single_module_with_an_order_gives_a_list(device: torch.device) -> None:
     compared(device, script, replays=10)
 
 
-def test_module_that_is_given_with_an_order_keeps_its_forward(device: torch.device) -> None:
+def test_module_that_is_given_with_an_order_runs_eagerly_by_itself(device: torch.device) -> None:
     job = Job(device, True, torch.float32)
     module = job.built(Block)
-    job.graphed(module, ((job.sample(requires_grad=True),),), _order=[1, -1])
-    assert "forward" not in vars(module)
+    (call,) = job.graphed(module, ((job.sample(requires_grad=True),),), _order=[1, -1])
+    module(job.draw(requires_grad=True)).sum().backward()
+    assert [row.num_replays for row in call.report().rows] == [0]
     job.close()
+    assert "forward" not in vars(module)
 
 
 # ----- hooks

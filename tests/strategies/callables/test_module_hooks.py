@@ -187,7 +187,6 @@ def test_hooks_on_results_and_arguments(device: torch.device) -> None:
     compared(device, script, replays=5)
 
 
-@pytest.mark.xfail(strict=True, reason="with an order, hooks of the module itself neither run nor are captured")
 def test_with_an_order_hooks_of_the_module_run_at_each_replay(device: torch.device) -> None:
     def script(job: Job) -> None:
         module = job.built(Block)

@@ -141,7 +141,6 @@ def test_order_in_floats(device: torch.device) -> None:
     compared(device, lambda job: Pipeline(job, 1, 2, orders=[[1.0, 1.0, -1.0, -1.0]]).train())
 
 
-@pytest.mark.xfail(strict=True, reason="a set of buffers that is first needed late lies in memory of earlier ones")
 def test_order_that_has_more_in_flight_later_on(device: torch.device) -> None:
     order = [1, 1, 2, -2, 2, -2, -1, -1, 1, 1, 2, 2, -2, -1, -2, -1]
     compared(device, lambda job: Pipeline(job, 1, 4, 2, orders=[order]).train())

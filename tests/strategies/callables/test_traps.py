@@ -179,7 +179,6 @@ def test_callable_that_writes_into_its_argument_is_refused(device: torch.device)
     assert torch.equal(state, job.sample())
 
 
-@pytest.mark.xfail(strict=True, reason="one result that is kept for ever has all later calls run eagerly")
 def test_losses_that_are_kept_do_not_end_replays(device: torch.device) -> None:
     """``losses.append(loss.detach())`` is what loops do."""
 
@@ -199,11 +198,11 @@ def test_losses_that_are_kept_do_not_end_replays(device: torch.device) -> None:
 
 # ----- Python state
 
-UNSEEN = pytest.mark.xfail(strict=True, reason="what a run does to attributes is not looked at, unlike with attach")
-
 
 class Counts(Block):
-    number = 0
+    def __init__(self) -> None:
+        super().__init__()
+        self.number = 0
 
     def forward(self, x: Tensor) -> Tensor:
         self.number += 1
@@ -240,7 +239,6 @@ class ReplacesBuffer(Block):
         return result
 
 
-@UNSEEN
 @pytest.mark.parametrize("build", [Counts, Carries, LeavesLoss, ReplacesBuffer])
 def test_module_whose_attributes_a_replay_would_not_set_is_refused(
     device: torch.device, build: Callable[[], nn.Module]
@@ -255,7 +253,6 @@ def test_module_whose_attributes_a_replay_would_not_set_is_refused(
     assert all(buffer is before[1][name] for name, buffer in module.named_buffers())
 
 
-@UNSEEN
 def test_failing_capture_puts_attributes_back(device: torch.device) -> None:
     class Fails(Counts):
         def forward(self, x: Tensor) -> Tensor:
@@ -286,7 +283,6 @@ def over(form: str, module: nn.Module) -> Callable[..., Tensor]:
 
 
 FORMS = pytest.mark.parametrize("form", ["closure", "method", "partial"])
-UNWATCHED = pytest.mark.xfail(strict=True, reason="modules that a function runs are not watched")
 
 
 @FORMS
@@ -298,7 +294,6 @@ def test_function_over_a_module_trains_it(device: torch.device, form: str, dtype
     compared(device, script, dtype=dtype, replays=10)
 
 
-@UNWATCHED
 @FORMS
 def test_function_over_a_module_in_eval_mode(device: torch.device, form: str) -> None:
     def script(job: Job) -> None:
@@ -318,7 +313,6 @@ def replace_data(module: Any) -> None:
     module.up.weight.data = module.up.weight.detach() * 2
 
 
-@UNWATCHED
 @FORMS
 @pytest.mark.parametrize("change", [replace_weight, replace_data])
 def test_function_over_a_module_with_other_weights_is_right_or_refused(
