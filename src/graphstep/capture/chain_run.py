@@ -184,8 +184,12 @@ class ChainRun:
             _refuse_if_partial(pairs[start:stop], given[start:stop], is_last=stop == len(pairs))
         again = _computed_again(pairs, graphs, given)
         replayed = [pair for start, stop in graphs if start not in again for pair in pairs[start:stop]]
-        # Only what the caller gives can lack something: inside the chain each pair fills the place of the one before.
-        hidden = [p for p in pairs[-1].not_reached_from(given[-1]) if p.grad is None] if pairs else []
+        hidden = [
+            parameter
+            for pair, found, following in zip(pairs, given, [*pairs[1:], None], strict=False)
+            for parameter in pair.not_reached_from(found, following)
+            if parameter.grad is None
+        ]
         guests = self.chain.settle(replayed) if replayed else {}
         self._has_run = True
         first = done[0]

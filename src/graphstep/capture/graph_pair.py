@@ -21,7 +21,7 @@ from graphstep.capture.observe import Observation
 from graphstep.capture.parameter_aliases import ParameterAliases
 from graphstep.capture.region import Region
 from graphstep.capture.report import RegionStats
-from graphstep.capture.results import parameters_behind, with_memory_of_its_own
+from graphstep.capture.results import not_reached, parameters_behind, with_memory_of_its_own
 from graphstep.capture.saved_tensors import (
     CreatedStorages,
     SavedTensors,
@@ -195,12 +195,12 @@ class GraphPair:
         self._returns_plain_tuple = type(result) is tuple and all(isinstance(item, Tensor) for item in result)
         return result
 
-    def not_reached_from(self, given: Sequence[Tensor | None]) -> list[Tensor]:
-        """Parameters that get no gradient from a backward in which these results have one."""
-        if not self._reached or not self.misses_some(given):
+    def not_reached_from(self, given: Sequence[Tensor | None], following: GraphPair | None) -> list[Tensor]:
+        """See :func:`not_reached`; ``following`` gives gradients to its arguments, which are results of this pair."""
+        if not self._reached:
             return []
-        reached = set().union(*(found for g, found in zip(given, self._reached, strict=False) if g is not None))
-        return [parameter for parameter in self.accumulated if id(parameter) not in reached]
+        handed = [output for _, output in following.chained.values()] if following is not None else ()
+        return not_reached(self.accumulated, self._reached, given, handed)
 
     def _run_backward(self) -> list[Tensor | None]:
         outputs = [output for output, g in zip(self.outputs, self.grad_outputs, strict=True) if g is not None]

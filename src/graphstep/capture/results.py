@@ -38,3 +38,19 @@ def parameters_behind(outputs: Sequence[Tensor], aliases: ParameterAliases) -> l
         {id(aliases.original_of(leaf)) for leaf in leaves_reached([output])} if output.requires_grad else set()
         for output in outputs
     ]
+
+
+def not_reached(
+    parameters: Sequence[Tensor], behind: Sequence[set[int]], given: Sequence[Tensor | None], handed: Iterable[int]
+) -> list[Tensor]:
+    """Those of the parameters that get no gradient in a backward.
+
+    Args:
+        parameters: to choose from.
+        behind: of :func:`parameters_behind`.
+        given: the gradients of the outputs, each or ``None``.
+        handed: outputs that get one from elsewhere.
+    """
+    outputs = {*(index for index, gradient in enumerate(given) if gradient is not None), *handed}
+    reached = set().union(*(behind[output] for output in outputs))
+    return [parameter for parameter in parameters if id(parameter) not in reached]
