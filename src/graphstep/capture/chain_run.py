@@ -165,7 +165,9 @@ class ChainRun:
             Gradients of the first pair's inputs that want one, then of the parameters that autograd accumulates for.
 
         Raises:
-            LifecycleError: a graph of several layers was used in part, or a result was changed in place.
+            LifecycleError: a graph of several layers was used in part, a result was changed in place or has a gradient
+                that had none at the capture, or a parameter got a hook.
+            PlanError: it is not its turn.
             StaleAddressError: a gradient has moved.
         """
         if self._before_backward is not None:
@@ -184,7 +186,9 @@ class ChainRun:
             _refuse_if_partial(pairs[start:stop], given[start:stop], is_last=stop == len(pairs))
         again = _computed_again(pairs, graphs, given)
         replayed = [pair for start, stop in graphs if start not in again for pair in pairs[start:stop]]
-        hidden = [
+        # The recording writes into all of its gradients. Eager code leaves None where the loss does not reach, and
+        # optimizers skip those.
+        unreached = [
             parameter
             for pair, found, following in zip(pairs, given, [*pairs[1:], None], strict=False)
             for parameter in pair.not_reached_from(found, following)
@@ -208,7 +212,7 @@ class ChainRun:
             for index in range(stop - 1, start - 1, -1):
                 pairs[index].launch_backward(guests)
             incoming, exposed, is_chained = graph[0].grad_inputs, graph[0].exposed_gradients, True
-        for parameter in hidden:
+        for parameter in unreached:
             parameter.grad = None
         wanted = [g for g, tensor in zip(incoming, first.inputs, strict=True) if tensor.requires_grad]
         # Whoever receives a gradient may keep it, and the static one is overwritten by the next backward half.

@@ -138,7 +138,7 @@ class GraphPair:
     # ----- capture
 
     def warm_up(self, num_runs: int) -> None:
-        """Run both halves eagerly on zeros and learn which parameters and generators they use. See :func:`warm_up`."""
+        """Run both halves eagerly and learn which parameters and generators they use. See :func:`warm_up`."""
         inputs = [
             static_like(layout) if position in self.chained else tensor
             for position, (layout, tensor) in enumerate(zip(self.signature.layouts, self.inputs, strict=True))

@@ -34,6 +34,8 @@ class Results(Protocol):
     """The results of a captured forward half, whose memory stays theirs."""
 
     forward_position: int
+    copies_results: bool
+    """Callers get copies of them."""
 
     @property
     def holders(self) -> Holders:
@@ -80,9 +82,11 @@ class Lane:
         self._forget_dropped()
         return self._is_held(position)
 
-    def held_results(self) -> list[Results]:
-        """Those that callers hold now."""
-        return [each for each in self._results if each.holders.are_more()]
+    def copy_held_results(self) -> None:
+        """Whoever keeps a result will do so again: from their next call on, they get copies."""
+        for each in self._results:
+            if each.holders.are_more():
+                each.copies_results = True
 
     def _is_held(self, position: int) -> bool:
         look = self._looks.get(position)

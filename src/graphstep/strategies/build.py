@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, assert_never
 
 import torch
 from torch import Tensor, nn
@@ -76,9 +76,11 @@ def build_strategy(
             session=GraphSession(device),
             config=graphs,
         )
-    return TransformerEngineGraphs(
-        forward_backward_func,
-        model=model,
-        session=GraphSession(device),
-        config=graphs,
-    )
+    if graphs.impl is CudaGraphImpl.transformer_engine:
+        return TransformerEngineGraphs(
+            forward_backward_func,
+            model=model,
+            session=GraphSession(device),
+            config=graphs,
+        )
+    assert_never(graphs.impl)

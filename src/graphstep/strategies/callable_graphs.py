@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from graphstep.capture.attributes import Attributes
 from graphstep.capture.chain import Chain
 from graphstep.capture.chain_run import ChainRun
-from graphstep.capture.graph_pair import GraphPair
 from graphstep.capture.manifest import Watched, verify
 from graphstep.capture.pending import Pending
 from graphstep.capture.reasons import EagerReason
@@ -147,10 +146,7 @@ class CallableGraphs:
                 "microbatches in flight give their order (_order)",
             )
         if chain.lane.holds_results(pair.forward_position):
-            # Whoever keeps a result will do so again: from the next call on, they get copies.
-            for held in chain.lane.held_results():
-                if isinstance(held, GraphPair):
-                    held.copies_results = True
+            chain.lane.copy_held_results()
             return self._eager(place, EagerReason.RESULT_HELD, arguments, named)
         self._takes_turn(place)
         run = ChainRun(chain, 0, self._closed, lambda: self._backward(place))
@@ -293,6 +289,14 @@ class CurrentMicrobatch:
             yield self._module
         finally:
             self._place = before
+
+    def report(self) -> CaptureReport:
+        """What was captured with it, and how it was used."""
+        return self._graphs.report()
+
+    def reset(self) -> None:
+        """Free its graphs and those of all callables that were given with it. May be called twice."""
+        self._graphs.close()
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
         """Replay the microbatch whose call is under way; a call of the module by itself runs as it is."""

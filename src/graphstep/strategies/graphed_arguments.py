@@ -68,7 +68,13 @@ class GraphedArguments:
             problems.append(
                 _problem("capture_time_hooks", f"{len(hooks)} for {len(given)} callables", "give one or None for each")
             )
-        known = [dict(each or {}) for each in hooks or [None] * len(given)]
+        found: list[Any] = list(hooks) if hooks is not None else [None] * len(given)
+        for index, each in enumerate(found):
+            if each is not None and not isinstance(each, Mapping):
+                problems.append(
+                    _problem("capture_time_hooks", f"number {index + 1} is no mapping", "give None or a dict")
+                )
+        known = [dict(each) if isinstance(each, Mapping) else {} for each in found]
         for index, each in enumerate(known):
             unknown = sorted(set(each) - set(_HOOK_KINDS))
             if unknown:
@@ -132,7 +138,7 @@ def _repeated_modules(callables: Sequence[Any], *, is_ordered: bool) -> list[Pro
             continue
         if isinstance(each.__dict__.get("forward"), InstalledForward):
             what = f"number {index + 1} is captured already"
-            problems.append(_problem("callables", what, "reset() those graphs first (module.forward.reset())"))
+            problems.append(_problem("callables", what, "reset() those graphs, or close() what has captured it"))
         elif not is_ordered and any(each is other for other in callables[:index]):
             what = f"number {index + 1} was given before, and has one forward to replace"
             problems.append(_problem("callables", what, "give it once, or give lambdas that call it"))

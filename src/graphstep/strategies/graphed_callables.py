@@ -96,15 +96,18 @@ def make_graphed_callables(
 
     Returns:
         What replays: in the form of ``callables``; with ``_order`` a list. Each has ``reset()`` (for a module
-        ``module.forward.reset()``), which frees the graphs of all, and ``report()``.
+        ``module.forward.reset()``), which frees the graphs of all, and ``report()``. Results may be kept: no replay
+        overwrites one that somebody holds.
 
     Raises:
         ConfigError: arguments that do not fit each other: all problems at once.
         CaptureError: names the callable that cannot be captured. Nothing is left behind.
 
-    Calls raise InputMismatchError (names the argument), PlanError (names the expected turn and the actual one),
-    StaleAddressError and LifecycleError; a backward may raise what those of :class:`graphstep.CudaGraphManager` may.
-    In other modes than at the capture (grad mode off, training flags changed) they run eagerly.
+    Calls raise InputMismatchError (names the argument), PlanError (out of turn: names the expected turn and the actual
+    one; or a microbatch in flight needs the memory), StaleAddressError and LifecycleError; a backward may raise what
+    those of :class:`graphstep.CudaGraphManager` may. A call that the graphs are not for runs eagerly and is counted in
+    ``report()`` with its reason: other modes than at the capture (grad mode off, training flags), an attribute or hook
+    that has changed, a result that is still held, recompute around it.
     """
     del retain_graph_in_backward, clone_param_grads_on_return, pool
     if _is_pool(sample_kwargs):

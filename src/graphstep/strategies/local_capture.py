@@ -1,4 +1,4 @@
-"""Captures the graph pairs of an observed plan, in its order and with its memory."""
+"""Captures the graph pairs of a plan, observed or made from an order, in its order and with its memory."""
 
 from __future__ import annotations
 

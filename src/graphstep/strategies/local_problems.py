@@ -11,13 +11,13 @@ from graphstep.errors import Problem
 from graphstep.models.segments import SegmentedModule
 
 
-def other_strategy(impl: CudaGraphImpl) -> Problem:
+def other_strategy(impl: CudaGraphImpl, wanted: CudaGraphImpl) -> Problem:
     """A configuration of another strategy was given to what modules own."""
     return Problem(
-        code="impl-not-local",
-        what=f"the graphs of a model's modules are those of impl='local', got {impl.value!r}",
+        code=f"impl-not-{wanted.value.replace('_', '-')}",
+        what=f"these graphs of a model's modules are those of impl={wanted.value!r}, got {impl.value!r}",
         where="CudaGraphConfig.impl",
-        fix="use impl='local' here, or build_strategy for the others",
+        fix=f"use impl={wanted.value!r} here, or build_strategy for the others",
     )
 
 
@@ -45,7 +45,7 @@ def nothing_to_capture(model: nn.Module, modules: Sequence[CudaGraphModule]) -> 
         )
     return Problem(
         code="nothing-to-capture",
-        what=f"local graphs of {wanted} were asked for, but {type(model).__name__} has {len(layers)} layers "
+        what=f"graphs of {wanted} were asked for, but {type(model).__name__} has {len(layers)} layers "
         f"with the parts: {', '.join(kinds) or 'none'}",
         where="--cuda-graph-modules",
         fix=fix,

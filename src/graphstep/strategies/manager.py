@@ -93,7 +93,8 @@ class CudaGraphManager:
     ) -> None:
         self._config = config if config is not None else CudaGraphConfig(impl=CudaGraphImpl.local)
         if self._config.impl not in self._impls:
-            raise ConfigError(other_strategy(self._config.impl))
+            (wanted,) = self._impls - {CudaGraphImpl.none}
+            raise ConfigError(other_strategy(self._config.impl, wanted))
         self.session = session if session is not None else GraphSession(_device_of(model))
         self.device_type = self.session.device.type
         self.on_mismatch: MismatchPolicy = self._config.on_mismatch
@@ -329,7 +330,7 @@ class CudaGraphManager:
             raise CaptureError(
                 f"the captured layers replace {', '.join(replaced)} by new tensors; a graph works on the tensors that "
                 "it has seen",
-                where="local, after the capture",
+                where=f"{self._config.impl.value}, after the capture",
                 fix="write into the tensors (copy_, add_, mul_)",
             )
         self._watched = self.session.watch([(path, module.module) for path, module in self._captured_modules()])

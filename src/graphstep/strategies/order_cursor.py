@@ -54,10 +54,7 @@ class OrderCursor:
         Raises:
             PlanError: names what was expected and what came.
         """
-        if turn == self.expected:
-            return
-        if turn == self._turns[0] and self._is_idle():
-            self._next = 0
+        if turn == self.expected or self._begins_anew(turn):
             return
         raise PlanError(
             f"expected {self.expected}, and {turn} came",
@@ -66,6 +63,9 @@ class OrderCursor:
             "error in the middle of a step let go of its results",
         )
 
+    def _begins_anew(self, turn: Turn) -> bool:
+        return turn == self._turns[0] and self._is_idle()
+
     def take(self, turn: Turn) -> None:
         """It runs now: the next one follows.
 
@@ -73,6 +73,8 @@ class OrderCursor:
             PlanError: see :meth:`check`.
         """
         self.check(turn)
+        if turn != self.expected:
+            self._next = 0
         self._next = (self._next + 1) % len(self._turns)
 
     def next_forward(self, name: str, chunk: int) -> Turn:

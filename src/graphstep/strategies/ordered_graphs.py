@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from graphstep.capture.chain import Chain
-from graphstep.capture.graph_pair import GraphPair
 from graphstep.capture.plan import PlanObserver
 from graphstep.capture.reasons import EagerReason
 from graphstep.capture.region import Region
@@ -113,11 +112,8 @@ class OrderedGraphs(CudaGraphManager):
                 "middle of a step let go of its results",
             )
         if reason is EagerReason.RESULT_HELD:
-            # Whoever keeps a result will do so again: from the next call on, they get copies.
-            lanes = {pair.lane for pair in calls.pairs()}
-            for held in (each for lane in lanes for each in lane.held_results()):
-                if isinstance(held, GraphPair):
-                    held.copies_results = True
+            for lane in {pair.lane for pair in calls.pairs()}:
+                lane.copy_held_results()
         forward = self._takes_turn(calls.region)
         if forward is None or calls.region not in self._last:
             return None
@@ -150,7 +146,7 @@ class OrderedGraphs(CudaGraphManager):
 
         Raises:
             LifecycleError: not every layer has been seen forward and backward, or something is in flight.
-            CaptureError: names the layer.
+            CaptureError: names the layer. Everything runs eagerly as before, and it may be tried again.
         """
         self.session.require_open()
         observer = self.observer
@@ -164,10 +160,10 @@ class OrderedGraphs(CudaGraphManager):
             )
         handovers = dict(self.observed.handovers)
         found = ordered_plan(observer.plan, handovers, self._chunk_of, steps)
-        self.observed.forget()
-        self.observer = None
         self._check_attributes()
         self._capture(found.plan, found.handovers, self._config.merge_layers)
+        self.observed.forget()
+        self.observer = None
         order: dict[int, list[Region]] = {}
         for variant, _ in found.plan.calls:
             order.setdefault(self._chunk_of[variant.region], []).append(variant.region)

@@ -11,7 +11,7 @@ from graphstep.capture.region import Region
 from graphstep.strategies import pipeline_order
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class OrderedPlan:
     """What to capture."""
 

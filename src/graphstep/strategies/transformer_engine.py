@@ -23,9 +23,10 @@ class TECudaGraphHelper:
     """Graphs for the layers of a model in a training loop of one's own, with the calls that Megatron's users know.
 
     From construction on, the layers record how they are called; everything runs eagerly. After the first steps
-    :meth:`create_cudagraphs` captures them for the order of the schedule, and from then on they replay in that order:
-    a forward or backward out of turn raises ``PlanError``. Evaluation (grad mode or training flags off) stays eager at
-    any time. Nothing else of Transformer Engine is needed.
+    :meth:`create_cudagraphs` captures them for the order of the schedule, and from then on they replay in that order: a
+    forward or backward out of turn raises ``PlanError``, other arguments ``InputMismatchError``, a weight that moved
+    ``StaleAddressError``. Evaluation (grad mode or training flags off) stays eager at any time. Nothing of Transformer
+    Engine is needed.
 
     Args:
         model: the model, or its chunks on this rank; wrappers are looked into.
@@ -77,7 +78,7 @@ class TECudaGraphHelper:
         self._sizes = micro_batch_size, seq_length
         self._session = session
         self._graphs: OrderedGraphs | None = self._open(chunks, config)
-        self._has_tried = False
+        self._has_captured = False
 
     def _open(self, chunks: Sequence[nn.Module], config: CudaGraphConfig) -> OrderedGraphs:
         parameter = next((p for chunk in chunks for p in chunk.parameters()), None)
@@ -107,7 +108,7 @@ class TECudaGraphHelper:
             return
         self._check_sizes(graphs)
         graphs.capture(self.steps)
-        self._has_tried = True
+        self._has_captured = True
 
     def _check_sizes(self, graphs: OrderedGraphs) -> None:
         plan = graphs.observer.plan if graphs.observer is not None else None
@@ -144,8 +145,8 @@ class TECudaGraphHelper:
         graphs.set_manual_hooks(hook)
 
     def capture_finished(self) -> bool:
-        """True once :meth:`create_cudagraphs` has run, so that all ranks agree."""
-        return self._has_tried
+        """True once :meth:`create_cudagraphs` has succeeded; stays so after :meth:`delete_cuda_graphs`."""
+        return self._has_captured
 
     def graphs_created(self) -> bool:
         """True while there are graphs."""
@@ -205,9 +206,10 @@ class TransformerEngineGraphs:
 
         Raises:
             CaptureError: names the layer that cannot be captured.
+            InputMismatchError: a layer is called in another way than in the warmup steps.
             PlanError: the function runs several microbatches at a time.
             StaleAddressError: a parameter, buffer or gradient has moved since the capture.
-            LifecycleError: this object is closed.
+            LifecycleError: this object is closed, or a layer took no part in the warmup steps.
         """
         self._session.require_open()
         if not forward_only and self._num_steps >= max(1, self._num_warmup_steps) and not self._graphs.is_captured:
