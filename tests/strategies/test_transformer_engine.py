@@ -15,7 +15,7 @@ from tests.strategies.runs import Run, compared, insist_on_the_same_bits, steps
 from torch import Tensor, nn
 
 from graphstep.config import CudaGraphConfig
-from graphstep.errors import ConfigError, InputMismatchError, LifecycleError, PlanError, StaleAddressError
+from graphstep.errors import CaptureError, ConfigError, InputMismatchError, LifecycleError, PlanError, StaleAddressError
 from graphstep.strategies import TECudaGraphHelper
 from graphstep.strategies.pipeline_order import pipeline_order
 
@@ -222,6 +222,74 @@ def test_manual_hooks_run_before_each_replay(device: torch.device) -> None:
     run.step(1)
     assert seen == own * 2
     helper.delete_cuda_graphs()
+
+
+def train_with(
+    device: torch.device, word: str, order: Any, change: Callable[[Run], Any], build: Callable[[], nn.Module] = THREE
+) -> TECudaGraphHelper:
+    """Steps in order, with a change to the model after the capture; gives the helper, closed."""
+    runs = []
+    for is_graphed in (False, True):
+        run = Run(device, "none", build=build, forward_backward=in_order(word))
+        helper = TECudaGraphHelper(run.model, CudaGraphConfig(impl=TE), 6, 2, order=order) if is_graphed else None
+        for step in range(6):
+            if helper is not None and step == 1:
+                helper.create_cudagraphs()
+            if step == 3:
+                change(run)
+            run.step(word.count("f"))
+        runs.append(run)
+    insist_on_the_same_bits(*runs)
+    assert helper is not None
+    return helper
+
+
+def evaluate_layer(run: Run, index: int) -> None:
+    run.model.layers[index].eval()
+
+
+def change_dropout(run: Run) -> None:
+    for layer in run.model.layers:
+        layer.dropout = 0.3
+
+
+def keep_results(run: Run, index: int) -> None:
+    kept: list[Any] = []
+
+    def keep(_module: nn.Module, _inputs: object, result: Tensor) -> None:
+        kept.append(result)
+        del kept[:-2]
+
+    run.model.layers[index].register_forward_hook(keep)
+
+
+@pytest.mark.parametrize(("word", "order"), [("fb", (1, -1)), ("ffbfbb", (1, 1, -1, 1, -1, -1))])
+@pytest.mark.parametrize(
+    "change",
+    [
+        *(partial(evaluate_layer, index=index) for index in (0, 1)),
+        change_dropout,
+        *(partial(keep_results, index=index) for index in range(3)),
+    ],
+    ids=["evaluate 0", "evaluate 1", "dropout", "keep 0", "keep 1", "keep 2"],
+)
+def test_layers_that_run_eagerly_keep_their_turn(device: torch.device, change: Any, word: str, order: Any) -> None:
+    helper = train_with(device, word, order, change)
+    assert sum(row.num_replays for row in helper.report().rows) > 0
+    helper.delete_cuda_graphs()
+
+
+def test_a_layer_that_has_two_turns_is_refused(device: torch.device) -> None:
+    run = Run(device, "none", build=partial(Decoder, order=(0, 1, 0)))
+    helper = TECudaGraphHelper(run.model, CudaGraphConfig(impl=TE), 6, 2)
+    run.step(1)
+    with pytest.raises(CaptureError, match=r"layers\.0 runs several times"):
+        helper.create_cudagraphs()
+    helper.delete_cuda_graphs()
+    chunks = [Decoder(), Decoder()]
+    chunks[1].layers[1] = chunks[0].layers[0]
+    with pytest.raises(ConfigError, match="chunk 2 has a layer of an earlier one"):
+        TECudaGraphHelper(chunks, CudaGraphConfig(impl=TE), 6, 2)
 
 
 # ----- lifetimes

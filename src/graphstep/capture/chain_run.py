@@ -30,11 +30,16 @@ class ChainRun:
         chain: what to run.
         first: index of the first pair.
         on_close: called once when the run is over.
-        before_backward: called before the backward halves run; refuses them by an error.
+        before_backward: called before the backward halves run, with the last pair that has run forward; refuses them by
+            an error.
     """
 
     def __init__(
-        self, chain: Chain, first: int, on_close: Callable[[], None], before_backward: Callable[[], None] | None = None
+        self,
+        chain: Chain,
+        first: int,
+        on_close: Callable[[], None],
+        before_backward: Callable[[GraphPair], None] | None = None,
     ) -> None:
         self.chain = chain
         self._before_backward = before_backward
@@ -170,9 +175,9 @@ class ChainRun:
             PlanError: it is not its turn.
             StaleAddressError: a gradient has moved.
         """
-        if self._before_backward is not None:
-            self._before_backward()
         done = self._done()
+        if self._before_backward is not None:
+            self._before_backward(done[-1])
         given = self._checked(done, gradients)
         # What came after the last result with a gradient has none, and takes no part.
         num_reached = len(given)

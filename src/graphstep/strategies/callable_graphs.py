@@ -149,7 +149,7 @@ class CallableGraphs:
             chain.lane.copy_held_results()
             return self._eager(place, EagerReason.RESULT_HELD, arguments, named)
         self._takes_turn(place)
-        run = ChainRun(chain, 0, self._closed, lambda: self._backward(place))
+        run = ChainRun(chain, 0, self._closed, lambda _last: self._backward(place))
         return run.start(tensors, arguments, named, signature.ambient.key)
 
     # ----- which way

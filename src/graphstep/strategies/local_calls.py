@@ -70,8 +70,12 @@ class Host(Protocol):
     def run_opened(self) -> Callable[[], None]:
         """A run is in flight from now on. Returns what is called when it is over."""
 
-    def before_run(self, chain: Chain, index: int) -> Callable[[], None] | None:
-        """A run is about to begin with this pair of a chain. Returns what is called before its backward."""
+    def before_run(self, chain: Chain, index: int) -> Callable[[GraphPair], None] | None:
+        """A run is about to begin with this pair of a chain.
+
+        Returns:
+            What is called before its backward, with the last pair that has run forward.
+        """
 
     def not_replayed(self, calls: RegionCalls, reason: EagerReason) -> Callable[[Any], None] | None:
         """No chain can serve a call, for this reason. Returns what is called with the result of its eager run."""

@@ -14,6 +14,7 @@ from torch import nn
 
 from graphstep.capture.attributes import FastLook
 from graphstep.capture.chain import Chain, Handover
+from graphstep.capture.graph_pair import GraphPair
 from graphstep.capture.lanes import Lanes
 from graphstep.capture.manifest import Watched, verify
 from graphstep.capture.plan import Key, Plan, PlanObserver
@@ -202,7 +203,7 @@ class CudaGraphManager:
     def _run_closed(self) -> None:
         self._num_open -= 1
 
-    def before_run(self, chain: Chain, index: int) -> Callable[[], None] | None:
+    def before_run(self, chain: Chain, index: int) -> Callable[[GraphPair], None] | None:
         """Check the addresses of the chain if something else is in flight: :meth:`before_call` has not done it then.
 
         In debug mode, they are checked before backwards too.
@@ -210,7 +211,7 @@ class CudaGraphManager:
         del index
         if self._num_open:
             self._verify_chain(chain)
-        return self.verify if self.is_debugging else None
+        return (lambda _last: self.verify()) if self.is_debugging else None
 
     def _verify_chain(self, chain: Chain) -> None:
         watched = self._watched_of.get(chain)
