@@ -51,8 +51,6 @@ def test_training_is_as_without_graphs(
 @pytest.mark.parametrize("zero", ["none", "zeros", "buffers"])
 @pytest.mark.parametrize("modules", [("attn",), ("mlp",), ("attn", "mlp")], ids=" ".join)
 def test_parts_of_layers(device: torch.device, modules: Any, zero: str) -> None:
-    run = Run(device, TE, build=THREE, modules=modules, zero=zero)
-    run.strategy.close()
     config = CudaGraphConfig(impl=TE, modules=modules)
     twins(device, "fb", (1, -1), config=config, num_microbatches=1, zero=zero)
 
@@ -319,15 +317,20 @@ def test_the_calls_of_the_helper_in_order(device: torch.device) -> None:
     assert all("forward" not in layer.__dict__ for layer in run.model.layers)
 
 
-def test_a_step_under_way_is_not_captured(device: torch.device) -> None:
+def test_a_forward_that_ran_eagerly_before_the_capture_keeps_its_backward(device: torch.device) -> None:
     run = Run(device, "none", build=THREE)
     helper = TECudaGraphHelper(run.model, CudaGraphConfig(impl=TE), 6, 2)
     run.step(1)
     batch = {name: tensor.to(device) for name, tensor in run.batch().items()}
     loss = run.model(batch["tokens"], batch["labels"])
     assert helper.is_recorded
-    helper.create_cudagraphs()  # What is in flight ran eagerly, after the recorded call: it needs no graph.
+    helper.create_cudagraphs()
+    run.optimizer.zero_grad()
     loss.backward()
+    expected = [p.grad.clone() for p in run.model.parameters() if p.grad is not None]
+    assert expected
+    assert any(gradient.any() for gradient in expected)
+    assert sum(row.num_replays for row in helper.report().rows) == 0
     helper.delete_cuda_graphs()
 
 

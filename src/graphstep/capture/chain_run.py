@@ -197,8 +197,8 @@ class ChainRun:
             parameter
             for pair, found, following in zip(pairs, given, [*pairs[1:], None], strict=False)
             for parameter in pair.not_reached_from(found, following)
-            if parameter.grad is None
         ]
+        empty = [parameter for parameter in unreached if parameter.grad is None]
         guests = self.chain.settle(replayed) if replayed else {}
         self._has_run = True
         first = done[0]
@@ -217,8 +217,10 @@ class ChainRun:
             for index in range(stop - 1, start - 1, -1):
                 pairs[index].launch_backward(guests)
             incoming, exposed, is_chained = graph[0].grad_inputs, graph[0].exposed_gradients, True
-        for parameter in unreached:
+        for parameter in empty:
             parameter.grad = None
+        left_out = set(map(id, unreached))
+        exposed = [None if id(p) in left_out else g for p, g in zip(first.exposed, exposed, strict=True)]
         wanted = [g for g, tensor in zip(incoming, first.inputs, strict=True) if tensor.requires_grad]
         # Whoever receives a gradient may keep it, and the static one is overwritten by the next backward half.
         results = [None if g is None else g.clone() for g in (*wanted, *exposed)]

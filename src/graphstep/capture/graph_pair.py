@@ -200,7 +200,7 @@ class GraphPair:
         if not self._reached:
             return []
         handed = [output for _, output in following.chained.values()] if following is not None else ()
-        return not_reached(self.accumulated, self._reached, given, handed)
+        return not_reached(self.trained, self._reached, given, handed)
 
     def _run_backward(self) -> list[Tensor | None]:
         outputs = [output for output, g in zip(self.outputs, self.grad_outputs, strict=True) if g is not None]

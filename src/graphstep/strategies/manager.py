@@ -117,6 +117,8 @@ class CudaGraphManager:
         self._hits: Counter[tuple[Region, Signature]] = Counter()
         self._num_open = 0
         self._num_unchecked = 0
+        self._apart: Mapping[Region, int] = {}
+        """See :class:`Order`."""
         self._modules = self._find(regions)
         for module in self._modules:
             module.install()
@@ -314,6 +316,7 @@ class CudaGraphManager:
                             self._model, list(self._regions), plan, is_data_parallel=self.is_data_parallel
                         ),
                         poisons=self._config.debug,
+                        apart=self._apart,
                     )
                 )
         except BaseException:

@@ -56,7 +56,7 @@ class OrderedGraphs(CudaGraphManager):
         model = chunks[0] if len(chunks) == 1 else nn.ModuleList(chunks)
         super().__init__(model, config, session=session, is_automatic=False)
         self.on_mismatch = MismatchPolicy.error
-        self._chunk_of = self._find_chunks(chunks)
+        self._apart = self._chunk_of = self._find_chunks(chunks)
         self._first: set[Region] = set()
         self._last: set[Region] = set()
         self.num_slots: tuple[int, ...] = ()

@@ -11,6 +11,7 @@ import torch
 from tests.strategies.callables.jobs import DTYPES, HIDDEN, Block, Job, compared
 from torch import Tensor, nn
 
+import graphstep
 from graphstep.errors import CaptureError, LifecycleError, StaleAddressError
 
 BOTH = pytest.mark.parametrize("accumulates", [False, True])
@@ -387,3 +388,30 @@ def test_backward_twice_is_an_error_as_in_eager(device: torch.device, build: Cal
     assert all(torch.equal(one, other) for one, other in zip(gradients, found, strict=True))
     del loss
     job.close()
+
+
+class TwoResults(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = nn.functional.dropout(self.first(x), 0.2)
+        return y, self.second(y)
+
+
+@pytest.mark.parametrize("accumulates", [False, True])
+def test_parameters_that_the_loss_does_not_reach_have_no_gradient(device: torch.device, accumulates: bool) -> None:
+    """None, and not zeros: an optimizer skips it."""
+    module = TwoResults().to(device)
+    sample = torch.ones(4, 8, device=device, requires_grad=True)
+    graphstep.make_graphed_callables(module, (sample,), accumulate_param_grads=accumulates)
+    for uses_second in (True, False, True):
+        module.zero_grad()
+        y, z = module(torch.randn(4, 8, device=device, requires_grad=True))
+        (y.sum() + z.sum() if uses_second else y.sum()).backward()
+        assert module.first.weight.grad is not None
+        assert (module.second.weight.grad is not None) is uses_second
+        del y, z
+    assert module.forward.report().rows[0].num_replays == 3
+    module.forward.reset()
