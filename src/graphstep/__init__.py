@@ -30,10 +30,12 @@ if TYPE_CHECKING:
     from graphstep.strategies import (
         CudaGraphManager,
         FullCudaGraphWrapper,
+        GraphedStep,
         LocalGraphs,
         TECudaGraphHelper,
         attach,
         build_strategy,
+        graph_step,
         make_graphed_callables,
     )
 
@@ -48,6 +50,7 @@ __all__ = [
     "Engine",
     "FullCudaGraphWrapper",
     "GraphSession",
+    "GraphedStep",
     "GraphstepError",
     "InputMismatchError",
     "LifecycleError",
@@ -62,6 +65,7 @@ __all__ = [
     "attach",
     "build_strategy",
     "engine_for",
+    "graph_step",
     "make_graphed_callables",
 ]
 
@@ -81,6 +85,7 @@ _HOMES: Mapping[str, str] = {
     "CudaGraphManager": "graphstep.strategies",
     "Engine": "graphstep.engine",
     "FullCudaGraphWrapper": "graphstep.strategies",
+    "GraphedStep": "graphstep.strategies",
     "GraphSession": "graphstep.capture.session",
     "LocalGraphs": "graphstep.strategies",
     "Recording": "graphstep.engine",
@@ -89,6 +94,7 @@ _HOMES: Mapping[str, str] = {
     "attach": "graphstep.strategies",
     "build_strategy": "graphstep.strategies",
     "engine_for": "graphstep.engine",
+    "graph_step": "graphstep.strategies",
     "make_graphed_callables": "graphstep.strategies",
 }
 

@@ -200,21 +200,41 @@ def zeroing(set_to_none: bool) -> Callable[..., Tensor]:
     return forward_backward
 
 
-def test_gradients_that_are_replaced_by_the_step_are_refused(device: torch.device) -> None:
-    run = Run(device, FULL, forward_backward=zeroing(True))
-    error = failing_after(run, 1)
+def scaling(*, model: nn.Module, **arguments: Any) -> Tensor:
+    losses = run_microbatches(model=model, **arguments)
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            parameter.grad = parameter.grad * 0.5
+    return losses
+
+
+def test_gradients_that_are_used_and_replaced_by_the_step_are_refused(device: torch.device) -> None:
+    run = Run(device, FULL, forward_backward=scaling, zero="zeros", warmup_steps=2)
+    error = failing_after(run, 2)
     assert "replaces .grad" in error.what
     assert "set_to_none" in error.fix
     assert differences(run.trace[-2:-1], run.trace[-1:]) == []
     run.strategy.close()
 
 
-def test_gradients_may_be_zeroed_in_place_by_the_step(device: torch.device) -> None:
-    runs = [Run(device, impl, forward_backward=zeroing(False), zero="zeros") for impl in ("none", FULL)]
+@pytest.mark.parametrize("warmup_steps", [1, 3])
+@pytest.mark.parametrize("zero", ["zeros", "none"])
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_gradients_may_be_zeroed_by_the_step(
+    device: torch.device, set_to_none: bool, zero: str, warmup_steps: int
+) -> None:
+    runs = [
+        Run(device, impl, forward_backward=zeroing(set_to_none), zero=zero, warmup_steps=warmup_steps)
+        for impl in ("none", FULL)
+    ]
     for run in runs:
-        for _ in range(4):
+        for _ in range(7):
             run.step(2)
+        for _ in range(4):
+            run.step(1, length=4)
     assert differences(runs[0].trace, runs[1].trace) == []
+    assert runs[1].num_replays > 0
+    assert runs[1].report.num_recordings == 2
     runs[1].strategy.close()
 
 

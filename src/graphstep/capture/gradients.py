@@ -79,7 +79,7 @@ class GradientHomes:
             if known is None or not known.is_main_grad or known.shown is not main:
                 known = self._shared[id(leaf)] = Home(leaf, main.detach(), main.data_ptr(), True, main)
             return known
-        if known is None or _is_stale(known) or not _fits(known.tensor, leaf):
+        if known is None or is_stale(known) or not fits(known.tensor, leaf):
             gradient, is_own = leaf.grad, leaf.grad is None
             if gradient is None:
                 gradient = torch.zeros_like(leaf, memory_format=torch.preserve_format).detach()
@@ -88,10 +88,10 @@ class GradientHomes:
         if leaf.grad is None:
             self._is_new.add(id(leaf))
             known.tensor.zero_()
-            _show(known)
+            show(known)
         elif leaf.grad is not known.shown:
             known.tensor.copy_(leaf.grad)
-            _show(known)
+            show(known)
         return known
 
     def of(self, leaf: Tensor) -> Tensor:
@@ -183,17 +183,17 @@ class QuickLook:
             return guests
         changed = []
         for home in self._homes:
-            if _is_stale(home):
+            if is_stale(home):
                 raise StaleAddressError(_how_it_moved(home), where="before a backward replay", fix=_FIX)
             gradient = home.leaf.grad
             if not home.is_main_grad and gradient is not home.shown:
-                _refuse_alias(home)
+                refuse_alias(home)
                 # What lies in some home's memory is taken out before any home changes.
                 is_inside = gradient is not None and gradient.data_ptr() in self._inside
                 changed.append((home, gradient.clone() if is_inside and gradient is not None else gradient, is_inside))
         for home, gradient, is_inside in changed:
             if gradient is None or is_inside:
-                _show(home)
+                show(home)
         to_zero = [home.tensor for home, gradient, _ in changed if gradient is None]
         if to_zero:
             torch._foreach_zero_(to_zero)
@@ -218,11 +218,13 @@ class QuickLook:
         )
 
 
-def _fits(gradient: Tensor, leaf: Tensor) -> bool:
+def fits(gradient: Tensor, leaf: Tensor) -> bool:
+    """True if a tensor can be the gradient of a leaf."""
     return (gradient.shape, gradient.device) == (leaf.shape, leaf.device)
 
 
-def _is_stale(home: Home) -> bool:
+def is_stale(home: Home) -> bool:
+    """True if the gradient is somewhere else by now, where it cannot be followed."""
     main = getattr(home.leaf, "main_grad", None)
     has_moved = home.shown.data_ptr() != home.address
     if home.is_main_grad:
@@ -230,7 +232,8 @@ def _is_stale(home: Home) -> bool:
     return main is not None or (has_moved and home.leaf.grad is home.shown)
 
 
-def _refuse_alias(home: Home) -> None:
+def refuse_alias(home: Home) -> None:
+    """Raise a :class:`LifecycleError` if others hold the memory of a gradient than the loop gave it to."""
     if home.num_holders and sum(torch_private.HolderCount([home.tensor]).now()) > home.num_holders:
         raise LifecycleError(
             f"the gradient of a parameter of shape {tuple(home.leaf.shape)} is still kept through another tensor over "
@@ -240,11 +243,11 @@ def _refuse_alias(home: Home) -> None:
         )
 
 
-def _show(home: Home) -> None:
+def show(home: Home) -> None:
     """Let ``.grad`` be the home, and not a tensor that somebody has kept."""
     if home.shown.data_ptr() != home.address:
         home.shown = home.tensor.detach()  # The loop has given the old one other memory.
-    elif sys.getrefcount(home.shown) > _UNHELD:
+    elif sys.getrefcount(home.shown) > UNHELD:
         kept = home.shown
         home.shown = home.tensor.detach()
         with torch.no_grad():
@@ -258,7 +261,7 @@ def _references_of_one_attribute() -> int:
     return sys.getrefcount(home.shown)
 
 
-_UNHELD: Final = _references_of_one_attribute()
+UNHELD: Final = _references_of_one_attribute()
 """What ``sys.getrefcount`` tells of a tensor that only its home refers to."""
 _shown_of: Final = attrgetter("shown")
 _address_of: Final = Tensor.data_ptr

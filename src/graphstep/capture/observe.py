@@ -28,6 +28,8 @@ class Observation:
 
     leaves: list[Tensor] = field(default_factory=list)
     """Leaf tensors that a backward pass filled, in the order of first use."""
+    used_leaves: list[Tensor] = field(default_factory=list)
+    """Leaf tensors that want a gradient and were used, in the order of first use."""
     generators: list[torch.Generator] = field(default_factory=list)
     """Generators given to random operations by name."""
     externals: list[Tensor] = field(default_factory=list)
@@ -66,7 +68,7 @@ def watch_run(function: Callable[[], T]) -> tuple[T, Observation]:
     watcher = WriteObserver(None, OperationTable())
     with watcher, _sparse_refused():
         result = function()
-    return result, Observation(_filled(watcher.leaves), watcher.generators, watcher.externals)
+    return result, Observation(_filled(watcher.leaves), watcher.leaves, watcher.generators, watcher.externals)
 
 
 def observe(function: Callable[[], Any], engine: Engine, *, num_runs: int = 1) -> Observation:
@@ -96,7 +98,13 @@ def observe(function: Callable[[], Any], engine: Engine, *, num_runs: int = 1) -
             log.restore()
             host.restore()
     return Observation(
-        leaves, watcher.generators, watcher.externals, watcher.sources, watcher.sees_saved_taken, is_pure
+        leaves,
+        watcher.leaves,
+        watcher.generators,
+        watcher.externals,
+        watcher.sources,
+        watcher.sees_saved_taken,
+        is_pure,
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from graphstep.strategies.build import build_strategy
 from graphstep.strategies.full_iteration import FullCudaGraphWrapper
 from graphstep.strategies.graphed_callables import make_graphed_callables
+from graphstep.strategies.graphed_step import GraphedStep, graph_step
 from graphstep.strategies.local import LocalGraphs
 from graphstep.strategies.manager import CudaGraphManager, attach
 from graphstep.strategies.protocol import ForwardBackward, Strategy
@@ -14,11 +15,13 @@ __all__ = [
     "CudaGraphManager",
     "ForwardBackward",
     "FullCudaGraphWrapper",
+    "GraphedStep",
     "LocalGraphs",
     "Strategy",
     "TECudaGraphHelper",
     "TransformerEngineGraphs",
     "attach",
     "build_strategy",
+    "graph_step",
     "make_graphed_callables",
 ]

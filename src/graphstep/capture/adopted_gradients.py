@@ -1,0 +1,87 @@
+"""Gradients that a recording makes anew each time, shown as ``.grad`` where the recording has made them."""
+
+from __future__ import annotations
+
+import sys
+from operator import attrgetter, is_
+from typing import Final
+
+from torch import Tensor
+
+from graphstep.capture.gradients import UNHELD, Home, Homes, fits, is_stale, refuse_alias, show
+from graphstep.engine.torch_private import HolderCount
+
+_grad_of: Final = attrgetter("grad")
+
+
+class AdoptedGradients:
+    """For a step that drops the gradients from before it: what it makes is kept in the memory where it was made.
+
+    That memory belongs to the first recording of the session that makes the gradient. It is held from then on, so that
+    it is not given to anything else, and later recordings copy their gradient there. A gradient that somebody keeps
+    from one step to the next gets memory of its own before it would be overwritten.
+
+    Args:
+        shared: of all recordings of a session.
+    """
+
+    def __init__(self, shared: Homes) -> None:
+        self._shared = shared
+        self._homes: list[Home] = []
+        self._leaves: list[Tensor] = []
+        self._shown: list[Tensor] = []
+        self._holders = HolderCount(())
+        self._num_holders: list[int] = []
+
+    def standing(self, leaf: Tensor) -> Tensor | None:
+        """Where the gradient of a leaf lives already, if anywhere."""
+        home = self._shared.get(id(leaf))
+        return home.tensor if home is not None and not is_stale(home) and fits(home.tensor, leaf) else None
+
+    def adopt(self, leaf: Tensor, gradient: Tensor) -> None:
+        """Keep the gradient that a recording makes for a leaf; if it lives elsewhere already, it stays there."""
+        if self.standing(leaf) is None:
+            made = gradient.detach()
+            self._shared[id(leaf)] = Home(leaf, made, made.data_ptr(), False, made.detach(), True)
+        self._homes.append(self._shared[id(leaf)])
+        self._leaves.append(leaf)
+
+    def note_holders(self) -> None:
+        """Once captured, and nobody else holds the memory."""
+        self._shown = [home.shown for home in self._homes]
+        for home in self._homes:
+            home.note_holders()
+        self._holders = HolderCount([home.tensor for home in self._homes])
+        self._num_holders = self._holders.now()
+
+    def let_go(self) -> None:
+        """Before a replay: give what others keep memory of its own. Costs about 0.2 microseconds a gradient.
+
+        Raises:
+            LifecycleError: a gradient is kept through another tensor over its memory, and would be overwritten.
+        """
+        # One reference is the home's, one that of the list.
+        kept = [home for home in self._homes if sys.getrefcount(home.shown) > UNHELD + 1]
+        if kept:
+            self._shown = []
+            for home in kept:
+                if sys.getrefcount(home.shown) > UNHELD:
+                    show(home)
+            self._shown = [home.shown for home in self._homes]
+        if self._holders.now() != self._num_holders:
+            for home in self._homes:
+                refuse_alias(home)
+
+    def show(self) -> None:
+        """After a replay: let ``.grad`` of every leaf be what was made."""
+        if all(map(is_, map(_grad_of, self._leaves), self._shown)) and not any(map(_has_moved, self._homes)):
+            return
+        self._shown = []
+        for home in self._homes:
+            if home.leaf.grad is not home.shown or _has_moved(home):
+                show(home)
+        self._shown = [home.shown for home in self._homes]
+
+
+def _has_moved(home: Home) -> bool:
+    return home.shown.data_ptr() != home.address

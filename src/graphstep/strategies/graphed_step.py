@@ -1,0 +1,186 @@
+"""``graph_step``: any function of a batch as one graph launch."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any, Generic, ParamSpec, TypeVar, overload
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from graphstep.capture.report import CaptureReport
+from graphstep.capture.session import GraphSession
+from graphstep.config.switches import CapturePolicy, MismatchPolicy
+from graphstep.config.validation import to_member
+from graphstep.errors import ConfigError, Problem
+from graphstep.strategies.iteration_graphs import IterationGraphs, Step
+from graphstep.strategies.optimizers_inside import OptimizersInside
+from graphstep.strategies.step_parts import StepParts
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class GraphedStep(Generic[P, R]):
+    """A function that runs eagerly for its first calls and as one graph launch from then on. See :func:`graph_step`."""
+
+    def __init__(
+        self,
+        step_fn: Callable[P, R],
+        *,
+        modules: Iterable[nn.Module] = (),
+        optimizers: Iterable[Optimizer] = (),
+        cuda_graph_warmup_steps: int = 3,
+        policy: CapturePolicy | str = CapturePolicy.required,
+        on_mismatch: MismatchPolicy | str = MismatchPolicy.recapture,
+        max_graphs: int = 16,
+        session: GraphSession | None = None,
+    ) -> None:
+        policy, on_mismatch = _checked(cuda_graph_warmup_steps, max_graphs, policy, on_mismatch)
+        functools.update_wrapper(self, step_fn)
+        self._function = step_fn
+        self._parts = StepParts(modules, optimizers)
+        self._name = getattr(step_fn, "__name__", type(step_fn).__name__)
+        self.session = session if session is not None else GraphSession(_device_of(modules))
+        # The first call of all has to show what there is; it counts as one of the warmup.
+        self._graphs = IterationGraphs(
+            self.session,
+            warmup_steps=max(1, cuda_graph_warmup_steps - 1),
+            max_graphs=max_graphs,
+            policy=policy,
+            on_mismatch=on_mismatch,
+        )
+        self._step: Step | None = None
+        self._num_parts = 0
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        """Run the step. Results may be kept: later calls do not change them.
+
+        Raises:
+            CaptureError: the step cannot be captured; it has run eagerly up to the call before this one.
+            StaleAddressError: a parameter or buffer has moved since the capture.
+            InputMismatchError: ``on_mismatch`` is ``error``, and the arguments differ from all that were captured.
+            LifecycleError: the step is closed.
+        """
+        batch = (args, kwargs)
+        self.session.require_open()
+        if self._step is None:
+            self.session.stats(self._name, "iteration").eager_calls["warmup"] += 1
+            with self.session.engine.capture_stream():
+                result: R = self._eager(batch)
+            self._step = self._described()
+            return result
+        if len(self._parts) != self._num_parts:
+            self._step = self._described()
+        replayed: R = self._graphs.run(self._step, batch)
+        return replayed
+
+    def report(self) -> CaptureReport:
+        """What has been captured so far."""
+        return self.session.report()
+
+    def reset_cuda_graph(self) -> None:
+        """Drop the graphs; they warm up and are captured again when the step is called."""
+        self._graphs.reset([self._name])
+
+    def close(self) -> None:
+        """Free the graphs. May be called twice."""
+        self._graphs.close()
+
+    def _described(self) -> Step:
+        self._num_parts = len(self._parts)
+        return Step(
+            stage=self._name,
+            kind="iteration",
+            function=self._run,
+            modules=self._parts.modules(),
+            optimizers=OptimizersInside(self._parts.optimizers, self.session.device),
+        )
+
+    def _run(self, batch: tuple[Any, Any]) -> R:
+        if self.session.engine.is_capturing:
+            args, kwargs = batch
+            return self._function(*args, **kwargs)
+        return self._eager(batch)
+
+    def _eager(self, batch: tuple[Any, Any]) -> R:
+        args, kwargs = batch
+        with self._parts.watching():
+            return self._function(*args, **kwargs)
+
+
+@overload
+def graph_step(step_fn: Callable[P, R], **options: Any) -> GraphedStep[P, R]: ...
+@overload
+def graph_step(step_fn: None = None, **options: Any) -> Callable[[Callable[P, R]], GraphedStep[P, R]]: ...
+def graph_step(step_fn: Callable[P, R] | None = None, **options: Any) -> Any:
+    """Make one graph of a whole training step: forward, backward, clipping, optimizer.
+
+    Wraps a function, or decorates it, with or without options::
+
+        @graphstep.graph_step
+        def step(batch):
+            optimizer.zero_grad()
+            loss = model(batch)
+            loss.backward()
+            optimizer.step()
+            return loss
+
+    The first calls run eagerly and are real steps. Then there is one graph for each signature of the arguments:
+    shapes, layouts, non-tensor values, training flags, grad and autocast modes. Modules and optimizers are found while
+    the step runs. Learning rates are read from ``param_groups`` before each replay, so schedulers work, outside the
+    step; when another number of an optimizer changes, the step is captured anew. Optimizers in the step need
+    ``fused=True`` or ``capturable=True``, as they must not read anything back.
+
+    A replay runs no Python of the function: what it prints, counts or reads from variables of the host is that of the
+    capture. What such a value would decide is to be given as an argument, or kept in a tensor on the device.
+
+    Args:
+        step_fn: takes tensors, and values that are compared, in any nesting; returns tensors in any nesting.
+        modules: besides those that are seen to run.
+        optimizers: besides those that are seen to step.
+        cuda_graph_warmup_steps: eager calls before the capture, at least 2: what a step does with gradients is seen in
+            its second call.
+        policy: ``required``, ``auto`` (what cannot be captured runs eagerly, with a warning and the reason in the
+            report) or ``off``.
+        on_mismatch: ``recapture``, ``eager`` or ``error`` when arguments differ from those that were captured.
+        max_graphs: most signatures that are kept; a further one takes the place of the one used longest ago.
+        session: owner of the graphs; by default a new one, on the device of the modules, else the current GPU if there
+            is one, else the CPU.
+
+    Returns:
+        A :class:`GraphedStep`, or a decorator that makes one.
+
+    Raises:
+        ConfigError: a number or policy that there is not.
+    """
+    if step_fn is None:
+        return functools.partial(graph_step, **options)
+    return GraphedStep(step_fn, **options)
+
+
+def _checked(warmup_steps: int, max_graphs: int, policy: str, on_mismatch: str) -> tuple[CapturePolicy, MismatchPolicy]:
+    problems = []
+    if warmup_steps < 2:
+        what = f"cuda_graph_warmup_steps is {warmup_steps}: what a step does with gradients is seen in its second call"
+        problems.append(Problem("warmup-steps", what, "graph_step", "use 2 or more"))
+    if max_graphs < 1:
+        problems.append(Problem("max-graphs", f"max_graphs is {max_graphs}", "graph_step", "use 1 or more"))
+    found: dict[str, Any] = {}
+    for kind, value, name in ((CapturePolicy, policy, "policy"), (MismatchPolicy, on_mismatch, "on_mismatch")):
+        try:
+            found[name] = to_member(kind, value, name)
+        except ConfigError as error:
+            problems += error.problems
+    if problems:
+        raise ConfigError(problems)
+    return found["policy"], found["on_mismatch"]
+
+
+def _device_of(modules: Iterable[nn.Module]) -> torch.device:
+    for module in modules:
+        for parameter in module.parameters():
+            return parameter.device
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")

@@ -1,0 +1,199 @@
+"""What a captured step does with gradients: adds to them, makes them anew, or drops them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from itertools import repeat
+from operator import attrgetter, is_
+from typing import Final
+
+import torch
+from torch import Tensor, nn
+
+from graphstep.capture.adopted_gradients import AdoptedGradients
+from graphstep.capture.gradients import GradientHomes, Guests, Homes
+from graphstep.capture.observe import Observation
+from graphstep.engine import torch_private
+from graphstep.errors import CaptureError
+
+Before = list[tuple[Tensor, Tensor | None]]
+"""Parameters, each with its ``.grad`` before a run."""
+
+_grad_of: Final = attrgetter("grad")
+
+
+@dataclass(slots=True)
+class _Kinds:
+    """Which leaf has which kind of gradient; all others are added to where they are."""
+
+    fresh: dict[int, Tensor] = field(default_factory=dict)
+    """Dropped and made anew by the step (``zero_grad(set_to_none=True)`` in it), and there after it."""
+    fresh_from_none: dict[int, Tensor] = field(default_factory=dict)
+    """The same, but as far as is known only if there is none before the step."""
+    dropped: dict[int, Tensor] = field(default_factory=dict)
+    """Not there after the step, whatever was there before."""
+    never_there: dict[int, Tensor] = field(default_factory=dict)
+    """Neither there before the step nor after it."""
+    was_none: dict[int, Tensor] = field(default_factory=dict)
+    """There after the step and not before: made by it, or added to what stood for zero."""
+    replaced: list[Tensor] = field(default_factory=list)
+    """Used by the step, and then replaced by another tensor."""
+
+
+class StepGradients:
+    """The gradients of one captured step, before, in and after its graph.
+
+    A gradient that the step adds to lives at a fixed address outside of the graph's memory, see
+    :class:`GradientHomes`. One that the step makes anew lives where the first graph of the session has made it, in
+    memory that is not given to anything else; graphs captured later copy theirs there.
+
+    Args:
+        shared: of all recordings of a session.
+    """
+
+    def __init__(self, shared: Homes) -> None:
+        self._shared = shared
+        self._homes = GradientHomes(shared)
+        self._adopted = AdoptedGradients(shared)
+        self._kinds = _Kinds()
+        self._before: Before = []
+        self._where = ""
+
+    def again(self) -> StepGradients:
+        """For another capture of the same step."""
+        made = StepGradients(self._shared)
+        made._kinds = self._kinds
+        return made
+
+    # ----- around an eager run
+
+    @staticmethod
+    def before(modules: Iterable[nn.Module], others: Iterable[Tensor]) -> Before:
+        """The gradients of all parameters before an eager run that :meth:`learn` is told of."""
+        own = (p for module in modules for p in module._parameters.values() if p is not None)
+        found = {id(p): p for p in (*own, *others) if p.requires_grad}
+        return [(p, p.grad) for p in found.values()]
+
+    def learn(self, before: Before, observation: Observation) -> None:
+        """Tell the kinds apart by what was there before and after an eager run, and by what it used."""
+        used = {torch_private.storage_key(tensor) for tensor in observation.externals}
+        reached = {id(leaf) for leaf in observation.used_leaves}
+        kinds = self._kinds = _Kinds()
+        for leaf, gradient in before:
+            if isinstance(getattr(leaf, "main_grad", None), Tensor):
+                continue
+            if leaf.grad is gradient:
+                if gradient is None and id(leaf) in reached:
+                    kinds.never_there[id(leaf)] = leaf
+            elif gradient is None:
+                kinds.was_none[id(leaf)] = leaf
+            elif torch_private.storage_key(gradient) in used:
+                kinds.replaced.append(leaf)
+            elif leaf.grad is None:
+                kinds.dropped[id(leaf)] = leaf
+            else:
+                kinds.fresh[id(leaf)] = leaf
+
+    # ----- around a capture
+
+    def ready(self, leaves: Iterable[Tensor], where: str) -> None:
+        """Before a capture: have every gradient where the graph is to find it, or not there.
+
+        Args:
+            leaves: those that the step fills.
+            where: for errors.
+
+        Raises:
+            CaptureError: the step uses gradients from before it, and then replaces them.
+        """
+        kinds, self._where = self._kinds, where
+        if kinds.replaced:
+            raise CaptureError(_REPLACED.format(len(kinds.replaced)), where=where, fix=_NOT_REPLACED)
+        anew = self._made_anew() | kinds.dropped | kinds.never_there
+        self._homes.add(leaf for leaf in leaves if id(leaf) not in anew)
+        self._before = [(leaf, leaf.grad) for leaf in {id(leaf): leaf for leaf in (*anew.values(), *leaves)}.values()]
+        for leaf in anew.values():
+            leaf.grad = None
+
+    def collect(self) -> None:
+        """At the end of the captured function: bring the gradients that it made to where they live already."""
+        made = [(self._adopted.standing(leaf), leaf.grad) for leaf in self._made_anew().values()]
+        pairs = [(home, gradient) for home, gradient in made if home is not None and gradient is not None]
+        if pairs:
+            torch._foreach_copy_([home for home, _ in pairs], [gradient for _, gradient in pairs])
+
+    def problem(self) -> CaptureError | None:
+        """After a capture: what a replay could not do, although it was captured."""
+        anew = self._made_anew()
+        is_gone = [leaf for leaf in anew.values() if leaf.grad is None]
+        is_there = [leaf for kind in (self._kinds.dropped, self._kinds.never_there) for leaf in kind.values()]
+        is_there = [leaf for leaf in is_there if leaf.grad is not None]
+        others = [(leaf, gradient) for leaf, gradient in self._before if id(leaf) not in anew]
+        moved = [leaf for leaf, gradient in others if gradient is not None and leaf.grad is not gradient]
+        number = len({id(leaf) for leaf in (*is_gone, *is_there, *moved)})
+        return CaptureError(_REPLACED.format(number), where=self._where, fix=_NOT_REPLACED) if number else None
+
+    def take_as_made_anew(self) -> bool:
+        """After :meth:`problem`: whether gradients that there were none of before the step can be the reason.
+
+        If so, they count as made by the step from now on, and the capture can be tried again.
+        """
+        kinds = self._kinds
+        kinds.fresh_from_none, kinds.was_none = kinds.was_none, {}
+        return bool(kinds.fresh_from_none)
+
+    def keep(self) -> None:
+        """After a capture that stays: note where the gradients are that its graph makes."""
+        for leaf in self._made_anew().values():
+            if leaf.grad is not None:
+                self._adopted.adopt(leaf, leaf.grad)
+
+    def put_back(self) -> None:
+        """Give every leaf the gradient that it had before the capture."""
+        for leaf, gradient in self._before:
+            if leaf.grad is not gradient:
+                leaf.grad = gradient
+        self._before = []
+        self._adopted.note_holders()
+
+    def forget(self) -> None:
+        """After a failed capture: leaves that had no gradient have none again."""
+        self._homes.forget()
+
+    # ----- around a replay
+
+    def why_not(self) -> str | None:
+        """Why the graph would not do what the step does with the gradients that are there now, or None."""
+        for kind in (self._kinds.never_there, self._kinds.fresh_from_none):
+            if not all(map(is_, map(_grad_of, kind.values()), repeat(None))):
+                return "a gradient was there before the step"
+        return None
+
+    def knows_too_little(self) -> bool:
+        """True if no run was seen that began with the gradients that it made anew."""
+        return bool(self._kinds.fresh_from_none)
+
+    def settle(self) -> Guests:
+        """Before a replay: see :meth:`GradientHomes.settle`."""
+        self._adopted.let_go()
+        return self._homes.settle()
+
+    def hand_out(self, guests: Guests) -> None:
+        """After a replay: let ``.grad`` be what eager execution would have left."""
+        self._homes.hand_out(guests)
+        self._adopted.show()
+        dropped = self._kinds.dropped
+        if not all(map(is_, map(_grad_of, dropped.values()), repeat(None))):
+            for leaf in dropped.values():
+                leaf.grad = None
+
+    def _made_anew(self) -> dict[int, Tensor]:
+        return self._kinds.fresh | self._kinds.fresh_from_none
+
+
+_REPLACED: Final = "the step replaces .grad of {} parameters; a graph writes gradients where they were"
+_NOT_REPLACED: Final = (
+    "zero gradients outside the step, at its start, or with set_to_none=False; let DistributedDataParallel, which "
+    "moves them in its second step, warm up for at least 3 steps"
+)

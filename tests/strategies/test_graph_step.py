@@ -1,0 +1,516 @@
+"""``graph_step``: a whole step of anyone's loop as one graph, equal to the loop without it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import graphstep
+from graphstep.errors import CaptureError, ConfigError, InputMismatchError, LifecycleError
+
+Loop = Callable[..., Any]
+
+
+class Net(nn.Module):
+    def __init__(self, dropout: float = 0.1) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 16)
+        self.norm = nn.BatchNorm1d(16)
+        self.dropout = nn.Dropout(dropout)
+        self.outer = nn.Linear(16, 4)
+
+    def forward(self, values: Tensor) -> Tensor:
+        hidden: Tensor = self.dropout(torch.relu(self.norm(self.inner(values))))
+        return self.outer(hidden)
+
+
+class Job:
+    """A loop whose step may be wrapped; with all state, and everything it returned."""
+
+    def __init__(
+        self, device: torch.device, is_graphed: bool, make_step: Callable[[Job], Loop], **options: Any
+    ) -> None:
+        torch.manual_seed(0)
+        self.device = device
+        self.model = Net().to(device)
+        self.optimizer: torch.optim.Optimizer = torch.optim.AdamW(
+            self.model.parameters(), lr=2.0**-7, weight_decay=0.1, fused=True
+        )
+        self.clip = torch.tensor(1.0, device=device)
+        plain = make_step(self)
+        self.step: Any = graphstep.graph_step(plain, **options) if is_graphed else plain
+        self.is_graphed = is_graphed
+        self.data = torch.Generator().manual_seed(1)
+        self.trace: list[dict[str, Any]] = []
+        self.kept: list[Any] = []
+
+    def batch(self, size: int = 6) -> tuple[Tensor, Tensor]:
+        drawn = torch.randn(size, 12, generator=self.data).to(self.device)
+        return drawn[:, :8], drawn[:, 8:]
+
+    def run(self, *args: Any, size: int = 6, **kwargs: Any) -> Any:
+        result = self.step(self.batch(size), *args, **kwargs)
+        self.note(result)
+        return result
+
+    def note(self, result: Any) -> None:
+        self.kept.append(result)
+        taken = {f"model {name}": value.detach().clone() for name, value in self.model.state_dict().items()}
+        for index, state in enumerate(self.optimizer.state.values()):
+            taken.update((f"state {index} {key}", v.clone()) for key, v in state.items() if isinstance(v, Tensor))
+        for name, parameter in self.model.named_parameters():
+            taken[f"grad {name}"] = torch.zeros(0) if parameter.grad is None else parameter.grad.clone()
+        taken["rng"] = torch.cuda.get_rng_state() if self.device.type == "cuda" else torch.get_rng_state()
+        self.trace.append(taken)
+
+    def close(self) -> None:
+        if self.is_graphed:
+            self.step.close()
+
+
+def plain_step(job: Job) -> Loop:
+    def step(batch: tuple[Tensor, Tensor]) -> Tensor:
+        values, targets = batch
+        job.optimizer.zero_grad()
+        loss = nn.functional.mse_loss(job.model(values), targets)
+        loss.backward()
+        nn.utils.clip_grad_norm_(job.model.parameters(), 0.5)
+        job.optimizer.step()
+        return loss.detach()
+
+    return step
+
+
+def zeroing_last(job: Job) -> Loop:
+    def step(batch: tuple[Tensor, Tensor]) -> Tensor:
+        loss = nn.functional.mse_loss(job.model(batch[0]), batch[1])
+        loss.backward()
+        job.optimizer.step()
+        job.optimizer.zero_grad()
+        return loss.detach()
+
+    return step
+
+
+def zeroing_in_place(job: Job) -> Loop:
+    def step(batch: tuple[Tensor, Tensor]) -> Tensor:
+        job.optimizer.zero_grad(set_to_none=False)
+        loss = nn.functional.mse_loss(job.model(batch[0]), batch[1])
+        loss.backward()
+        job.optimizer.step()
+        return loss.detach()
+
+    return step
+
+
+def without_zeroing(job: Job) -> Loop:
+    def step(batch: tuple[Tensor, Tensor]) -> Tensor:
+        loss = nn.functional.mse_loss(job.model(batch[0]), batch[1])
+        loss.backward()
+        return loss.detach()
+
+    return step
+
+
+def of_microbatches(job: Job) -> Loop:
+    def step(batch: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
+        job.optimizer.zero_grad()
+        losses = []
+        for values, targets in zip(batch[0].chunk(2), batch[1].chunk(2), strict=True):
+            loss = nn.functional.mse_loss(job.model(values), targets)
+            (loss / 2).backward()
+            losses.append(loss.detach())
+        job.optimizer.step()
+        return {"losses": torch.stack(losses)}
+
+    return step
+
+
+def same(mine: Job, theirs: Job) -> list[str]:
+    found = []
+    for index, (one, other) in enumerate(zip(mine.trace, theirs.trace, strict=True)):
+        assert one.keys() == other.keys()
+        found += [f"{index}: {key}" for key in one if not torch.allclose(one[key], other[key], 0, 0, equal_nan=True)]
+    for index, (kept, other_kept) in enumerate(zip(mine.kept, theirs.kept, strict=True)):
+        flat, other_flat = graphstep_flat(kept), graphstep_flat(other_kept)
+        found += [
+            f"{index}: result"
+            for a, b in zip(flat, other_flat, strict=True)
+            if not torch.allclose(a, b, 0, 0, equal_nan=True)
+        ]
+    return found
+
+
+def graphstep_flat(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
+    return [
+        tensor for each in (value.values() if isinstance(value, dict) else value) for tensor in graphstep_flat(each)
+    ]
+
+
+def compared(
+    device: torch.device, make_step: Callable[[Job], Loop], script: Callable[[Job], None], **options: Any
+) -> Job:
+    jobs = [Job(device, is_graphed, make_step, **options) for is_graphed in (False, True)]
+    for job in jobs:
+        torch.manual_seed(2)
+        script(job)
+    assert same(*jobs) == []
+    return jobs[1]
+
+
+def replays(job: Job) -> int:
+    return sum(row.num_replays for row in job.step.report().rows)
+
+
+STEPS = [plain_step, zeroing_last, zeroing_in_place, of_microbatches]
+
+
+@pytest.mark.parametrize("make_step", STEPS)
+@pytest.mark.parametrize("warmup_steps", [2, 3, 5])
+def test_every_way_of_zeroing(device: torch.device, make_step: Any, warmup_steps: int) -> None:
+    def script(job: Job) -> None:
+        for _ in range(9):
+            job.run()
+
+    job = compared(device, make_step, script, cuda_graph_warmup_steps=warmup_steps)
+    assert replays(job) == 9 - warmup_steps
+    job.close()
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_an_optimizer_of_any_kind_outside(device: torch.device, set_to_none: bool) -> None:
+    def script(job: Job) -> None:
+        job.optimizer = torch.optim.AdamW(job.model.parameters(), lr=1e-3)
+        for index in range(9):
+            job.optimizer.zero_grad(set_to_none=set_to_none)
+            job.run()
+            if index % 2:
+                job.run()  # accumulates
+            job.optimizer.step()
+
+    job = compared(device, without_zeroing, script)
+    assert replays(job) > 3
+    job.close()
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda p: torch.optim.AdamW(p, lr=2.0**-7, fused=True, weight_decay=0.1),
+        lambda p: torch.optim.AdamW(p, lr=torch.tensor(2.0**-7), fused=True),
+        lambda p: torch.optim.Adam(p, lr=2.0**-7, fused=True, amsgrad=True),
+        lambda p: torch.optim.SGD(p, lr=2.0**-4, fused=True),
+        lambda p: torch.optim.SGD(p, lr=2.0**-4, fused=True, momentum=0.9, nesterov=True, weight_decay=0.01),
+    ],
+)
+def test_optimizers_follow_their_schedules(device: torch.device, build: Any) -> None:
+    def script(job: Job) -> None:
+        job.optimizer = build(job.model.parameters())
+        if isinstance(job.optimizer.param_groups[0]["lr"], Tensor):
+            job.optimizer.param_groups[0]["lr"] = job.optimizer.param_groups[0]["lr"].to(job.device)
+        # The rates have exact values in fp32, which is what they are in a graph.
+        schedule = torch.optim.lr_scheduler.StepLR(job.optimizer, step_size=2, gamma=0.5)
+        for _ in range(10):
+            job.run()
+            schedule.step()
+
+    job = compared(device, plain_step, script)
+    assert replays(job) == 7
+    job.close()
+
+
+def test_a_clip_threshold_on_the_device_follows_its_schedule(device: torch.device) -> None:
+    def make(job: Job) -> Loop:
+        def step(batch: tuple[Tensor, Tensor]) -> Tensor:
+            job.optimizer.zero_grad()
+            loss = nn.functional.mse_loss(job.model(batch[0]), batch[1])
+            loss.backward()
+            gradients = [p.grad for p in job.model.parameters() if p.grad is not None]
+            norm = nn.utils.get_total_norm(gradients)
+            torch._foreach_mul_(gradients, (job.clip / (norm + 1e-6)).clamp(max=1.0))
+            job.optimizer.step()
+            return norm
+
+        return step
+
+    def script(job: Job) -> None:
+        for index in range(9):
+            job.clip.fill_(0.01 if index % 3 else 10.0)
+            job.run()
+
+    compared(device, make, script).close()
+
+
+def test_weight_decay_that_changes_is_captured_anew(device: torch.device) -> None:
+    def script(job: Job) -> None:
+        for index in range(9):
+            if index == 6:
+                job.optimizer.param_groups[0]["weight_decay"] = 0.4
+            job.run()
+
+    job = compared(device, plain_step, script)
+    assert replays(job) == 6
+    assert job.step.report().num_recordings == 1
+    job.close()
+
+
+def test_many_changes_of_a_number_are_warned_of(device: torch.device) -> None:
+    job = Job(device, True, plain_step)
+    for _ in range(4):
+        job.run()
+
+    def change() -> None:
+        for index in range(4):
+            job.optimizer.param_groups[0]["weight_decay"] = 0.1 * index
+            job.run()
+
+    with pytest.warns(UserWarning, match="weight_decay"):
+        change()
+    job.close()
+
+
+def test_state_that_is_loaded_is_followed(device: torch.device) -> None:
+    def script(job: Job) -> None:
+        for _ in range(5):
+            job.run()
+        saved = {"model": job.model.state_dict(), "optimizer": job.optimizer.state_dict()}
+        saved = torch.utils._pytree.tree_map(lambda v: v.clone() if isinstance(v, Tensor) else v, saved)
+        for _ in range(3):
+            job.run()
+        job.model.load_state_dict(saved["model"])
+        job.optimizer.load_state_dict(saved["optimizer"])
+        for _ in range(5):
+            job.run()
+
+    job = compared(device, plain_step, script)
+    assert replays(job) > 6
+    job.close()
+
+
+def test_several_shapes_and_evaluation_between(device: torch.device) -> None:
+    def script(job: Job) -> None:
+        for index in range(14):
+            job.run(size=6 if index % 2 else 4)
+            if index % 4 == 3:
+                job.model.eval()
+                with torch.no_grad():
+                    job.kept.append(job.model(job.batch()[0]))
+                job.model.train()
+
+    job = compared(device, plain_step, script)
+    assert job.step.report().num_recordings == 2
+    job.close()
+
+
+def test_the_model_in_eval_mode_has_a_graph_of_its_own(device: torch.device) -> None:
+    def script(job: Job) -> None:
+        for index in range(12):
+            job.model.train(index % 3 > 0)
+            job.run()
+
+    compared(device, plain_step, script).close()
+
+
+def test_gradients_that_are_kept_stay_as_they_are(device: torch.device) -> None:
+    def script(job: Job) -> None:
+        for _ in range(8):
+            job.run()
+            gradient = job.model.outer.weight.grad
+            assert gradient is not None
+            job.kept.append(gradient)
+
+    compared(device, plain_step, script).close()
+
+
+def test_an_alias_of_a_gradient_is_refused(device: torch.device) -> None:
+    job = Job(device, True, plain_step)
+    for _ in range(5):
+        job.run()
+    gradient = job.model.outer.weight.grad
+    assert gradient is not None
+    kept = gradient.detach()
+    with pytest.raises(LifecycleError, match="kept through another tensor"):
+        job.run()
+    del kept
+    job.run()
+    job.close()
+
+
+def test_a_gradient_from_elsewhere_before_a_step_that_ends_with_none(device: torch.device) -> None:
+    def script(job: Job) -> None:
+        for index in range(9):
+            if index == 6:
+                values, targets = job.batch()
+                nn.functional.mse_loss(job.model(values), targets).backward()
+            job.run()
+
+    job = compared(device, zeroing_last, script)
+    reasons = job.step.report().rows[0].eager_calls
+    assert reasons["a gradient was there before the step"] == 1
+    job.close()
+
+
+def test_gradient_scaler_skips_without_reading(device: torch.device) -> None:
+    def make(job: Job) -> Loop:
+        scaler = torch.amp.GradScaler(device.type, init_scale=2.0**10, growth_interval=3)
+
+        def step(batch: tuple[Tensor, Tensor], poison: Tensor) -> tuple[Tensor, Tensor]:
+            job.optimizer.zero_grad()
+            loss = nn.functional.mse_loss(job.model(batch[0]), batch[1]) * poison
+            scaler.scale(loss).backward()
+            scaler.step(job.optimizer)
+            scaler.update()
+            return loss.detach(), scaler._scale.clone()
+
+        return step
+
+    def script(job: Job) -> None:
+        for index in range(12):
+            job.run(torch.tensor(float("inf") if index in (1, 6, 9) else 1.0, device=device))
+
+    job = compared(device, make, script)
+    assert replays(job) == 9
+    job.close()
+
+
+def test_as_a_decorator(device: torch.device) -> None:
+    model = nn.Linear(4, 1).to(device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.125, fused=True)
+
+    @graphstep.graph_step(cuda_graph_warmup_steps=2, modules=[model])
+    def train(values: Tensor, *, scale: float = 1.0) -> Tensor:
+        """Docstring."""
+        optimizer.zero_grad()
+        loss = model(values).square().mean() * scale
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    losses = [train(torch.ones(2, 4, device=device), scale=2.0) for _ in range(5)]
+    assert train.__doc__ == "Docstring."
+    assert len({loss.item() for loss in losses}) == 5
+    assert not losses[-1].requires_grad
+    assert train.report().num_recordings == 1
+    train.close()
+    with pytest.raises(LifecycleError):
+        train(torch.ones(2, 4, device=device))
+
+
+def test_without_options(device: torch.device) -> None:
+    if device.type == "cuda":
+        pytest.skip("takes the GPU that is there, as the next line says")
+
+    @graphstep.graph_step
+    def double(values: Tensor) -> Tensor:
+        return values * 2
+
+    for value in range(6):
+        assert double(torch.tensor([float(value)])).item() == 2.0 * value
+    double.close()
+
+
+# ----- what is refused
+
+
+def test_an_optimizer_that_reads_is_refused(device: torch.device) -> None:
+    job = Job(device, True, plain_step)
+    job.optimizer = torch.optim.AdamW(job.model.parameters(), lr=1e-3)
+    for _ in range(3):
+        job.run()
+    with pytest.raises(CaptureError, match="AdamW reads") as caught:
+        job.run()
+    assert "fused=True" in caught.value.fix
+    job.close()
+
+
+def test_with_auto_it_goes_on_eagerly(device: torch.device) -> None:
+    def script(job: Job) -> None:
+        job.optimizer = torch.optim.AdamW(job.model.parameters(), lr=1e-3)
+        for _ in range(7):
+            job.run()
+
+    with pytest.warns(UserWarning, match="AdamW reads"):
+        job = compared(device, plain_step, script, policy="auto")
+    assert replays(job) == 0
+    assert any("AdamW reads" in reason for reason in job.step.report().rows[0].eager_calls)
+    job.close()
+
+
+def test_off(device: torch.device) -> None:
+    def script(job: Job) -> None:
+        for _ in range(5):
+            job.run()
+
+    job = compared(device, plain_step, script, policy="off")
+    assert job.step.report().num_recordings == 0
+    job.close()
+
+
+def test_a_scheduler_inside_is_refused(device: torch.device) -> None:
+    def make(job: Job) -> Loop:
+        step = plain_step(job)
+        schedule = torch.optim.lr_scheduler.StepLR(job.optimizer, step_size=1, gamma=0.5)
+
+        def both(batch: tuple[Tensor, Tensor]) -> Any:
+            result = step(batch)
+            schedule.step()
+            return result
+
+        return both
+
+    job = Job(device, True, make)
+    job.run()
+    with pytest.raises(CaptureError, match="learning rate") as caught:
+        job.run()
+    assert "scheduler.step()" in caught.value.fix
+    job.close()
+
+
+def test_another_signature_by_policy(device: torch.device) -> None:
+    job = Job(device, True, plain_step, on_mismatch="error")
+    for _ in range(5):
+        job.run()
+    with pytest.raises(InputMismatchError, match="shape"):
+        job.run(size=4)
+    job.run()
+    job.close()
+    job = Job(device, True, plain_step, on_mismatch="eager")
+    for _ in range(5):
+        job.run()
+    for _ in range(5):
+        job.run(size=4)
+    assert job.step.report().num_recordings == 1
+    assert job.step.report().rows[0].eager_calls["another key than those captured"] == 5
+    job.close()
+
+
+def test_a_value_that_is_returned_and_changes_is_refused(device: torch.device) -> None:
+    def make(job: Job) -> Loop:
+        step, count = plain_step(job), [0]
+
+        def counted(batch: tuple[Tensor, Tensor]) -> Any:
+            count[0] += 1
+            return step(batch), count[0]
+
+        return counted
+
+    job = Job(device, True, make)
+    for _ in range(3):
+        job.step(job.batch())
+    with pytest.raises(CaptureError, match="something else in the capture"):
+        job.step(job.batch())
+    job.close()
+
+
+def test_bad_options() -> None:
+    with pytest.raises(ConfigError) as caught:
+        graphstep.graph_step(lambda: None, cuda_graph_warmup_steps=1, max_graphs=0)
+    assert len(caught.value.problems) == 2
+    with pytest.raises(ConfigError, match="policy"):
+        graphstep.graph_step(lambda: None, policy="sometimes")
