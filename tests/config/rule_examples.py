@@ -243,7 +243,7 @@ NOTICES: dict[str, str | Example] = {
     "warmup-without-graphs": "--cuda-graph-warmup-steps 5",
     "pool-without-effect": f"{LOCAL} --no-cuda-graph-use-single-mempool",
     "retain-without-effect": f"{FULL} --cuda-graph-retain-backward-graph",
-    "policy-only-for-local": f"{FULL} --cuda-graph-policy auto",
+    "policy-without-effect": "--cuda-graph-impl transformer_engine --cuda-graph-policy auto",
     "policy-off": f"{LOCAL} --cuda-graph-policy off",
     "capture-after-without-recapture": f"{LOCAL} --cuda-graph-on-mismatch eager --cuda-graph-capture-after 3",
     "full-iteration-host-reads": f"{FULL} --check-for-spiky-loss",
@@ -265,7 +265,6 @@ NOTICES: dict[str, str | Example] = {
     "rl-no-inference-graphs": f"{RL} {TE} --rl-persist-cuda-graphs",
 }
 TRAINING_PROBLEMS: dict[str, str | Example] = {
-    "not-available-optimizer-graph": "--optimizer-cuda-graph",
     "not-available-retain": f"{LOCAL} --cuda-graph-retain-backward-graph",
     "not-available-ranks": Example("", TWO_RANKS),
     "not-available-hybrid-layer-pattern": "--hybrid-layer-pattern M*-",

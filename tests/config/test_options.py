@@ -62,6 +62,7 @@ SPELLINGS = """
 --enable-chunked-prefill --batch-invariant-mode --perform-rl-step --rl-training-cuda-graphs --rl-persist-cuda-graphs
 --rl-kv-cache-management-mode --rl-inference-model-unified-memory-level
 --rl-offload-inference-model-weights-when-idle --rl-offload-optimizer-during-inference
+--deferred-nan-check
 --enable-cuda-graph --external-cuda-graph --cuda-graph-scope --moe-router-padding-for-fp8 --hybrid-override-pattern
 """
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -27,6 +27,7 @@ class EagerStrategy:
         model: nn.Module,
         forward_backward_func: ForwardBackward,
         device: torch.device,
+        optimizers: Sequence[torch.optim.Optimizer] = (),
     ) -> None:
         self.graphs = graphs
         self.model = model

@@ -39,7 +39,7 @@ def test_fp32_equals_torch_with_the_same_groups_bit_for_bit() -> None:
         adamw.zero_grad()
         reference(batch["tokens"], batch["labels"]).backward()
         for group in adamw.param_groups:
-            group["lr"] = 1e-2 * (step + 1)
+            group["lr"] = float(torch.tensor(1e-2 * (step + 1)))  # as a number in fp32, which a graph has
         adamw.step()
     for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
         assert torch.equal(ours, theirs)

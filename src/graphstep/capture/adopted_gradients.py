@@ -71,6 +71,7 @@ class AdoptedGradients:
         if self._holders.now() != self._num_holders:
             for home in self._homes:
                 refuse_alias(home)
+            self._num_holders = self._holders.now()
 
     def show(self) -> None:
         """After a replay: let ``.grad`` of every leaf be what was made."""

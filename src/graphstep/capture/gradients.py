@@ -218,6 +218,17 @@ class QuickLook:
         )
 
 
+@contextmanager
+def holders_counted(homes: Iterable[Home]) -> Iterator[None]:
+    """Count what the body makes or drops that holds the memory of gradients as the session's own."""
+    own = [home for home in homes if home.num_holders]
+    counts = torch_private.HolderCount([home.tensor for home in own])
+    before = counts.now()
+    yield
+    for home, earlier, later in zip(own, before, counts.now(), strict=True):
+        home.num_holders += later - earlier
+
+
 def fits(gradient: Tensor, leaf: Tensor) -> bool:
     """True if a tensor can be the gradient of a leaf."""
     return (gradient.shape, gradient.device) == (leaf.shape, leaf.device)
@@ -239,7 +250,8 @@ def refuse_alias(home: Home) -> None:
             f"the gradient of a parameter of shape {tuple(home.leaf.shape)} is still kept through another tensor over "
             "its memory (detach(), .data or a view of .grad), which the next backward would overwrite",
             where="before a backward replay",
-            fix="keep a clone of it, or the .grad tensor itself",
+            fix="keep a clone of it, or the .grad tensor itself; give graphs that use the same gradients one session "
+            "(session=...)",
         )
 
 

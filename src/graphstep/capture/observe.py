@@ -52,6 +52,13 @@ class Observation:
             if source() is None and torch_private.storage_key(tensor) not in known
         ]
 
+    def forget_storages(self, known: Iterable[int]) -> None:
+        """Do not hold on to these: somebody else does."""
+        keys = set(known)
+        kept = [torch_private.storage_key(tensor) not in keys for tensor in self.externals]
+        self.sources = [source for source, is_kept in zip(self.sources, kept, strict=False) if is_kept]
+        self.externals = [tensor for tensor, is_kept in zip(self.externals, kept, strict=True) if is_kept]
+
     @classmethod
     def joined(cls, each: Iterable[Observation]) -> Observation:
         """What several functions used, as far as a capture of all of them has to know."""

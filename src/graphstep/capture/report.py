@@ -114,6 +114,11 @@ class CaptureReport:
     rows: tuple[RegionStats, ...]
     pool_bytes: int
 
+    def joined(self, other: CaptureReport) -> CaptureReport:
+        """This one and that of another session, as one."""
+        engine = other.engine if self.engine == "none" else self.engine
+        return CaptureReport(engine, self.rows + other.rows, self.pool_bytes + other.pool_bytes)
+
     @property
     def num_recordings(self) -> int:
         """Recordings that exist."""

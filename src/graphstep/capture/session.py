@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from graphstep.capture.garbage import collected_once
-from graphstep.capture.gradients import Homes
+from graphstep.capture.gradients import Homes, holders_counted
 from graphstep.capture.manifest import Manifest, Watched
 from graphstep.capture.observe import Observation, observe, watch_run
 from graphstep.capture.randomness import HostRandomness
@@ -104,9 +104,10 @@ class GraphSession:
         observation = observation or Observation()
         host = HostRandomness(self.device)
         try:
-            recording = self.engine.capture(
-                function, generators=observation.generators, lane=lane, collect_first=not self._is_in_a_row
-            )
+            with holders_counted(self.gradient_homes.values()):
+                recording = self.engine.capture(
+                    function, generators=observation.generators, lane=lane, collect_first=not self._is_in_a_row
+                )
         except BaseException:
             host.restore()
             raise
@@ -148,12 +149,13 @@ class GraphSession:
 
     def release(self, recordings: Sequence[Recording], stats: RegionStats) -> None:
         """Close some recordings before the session ends, when no other recording continues from their memory."""
-        for recording in recordings:
-            stats.num_recordings -= 1
-            stats.num_operations -= recording.num_operations or 0
-            stats.pool_bytes -= recording.nbytes
-            recording.close()
-            self._recordings.pop(recording, None)
+        with holders_counted(self.gradient_homes.values()):
+            for recording in recordings:
+                stats.num_recordings -= 1
+                stats.num_operations -= recording.num_operations or 0
+                stats.pool_bytes -= recording.nbytes
+                recording.close()
+                self._recordings.pop(recording, None)
 
     def release_all(self) -> None:
         """Close every recording and keep the session usable: after a capture of several recordings failed half-way."""

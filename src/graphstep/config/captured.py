@@ -35,7 +35,9 @@ def _lines(config: RunConfig) -> Iterator[str]:
     yield f"training: {_training(config)}"
     yield f"validation: {_validation(config)}"
     after = f", after {_times(config.graphs.warmup_steps, 'eager step')}"
-    yield f"optimizer: {'the step as a graph of its own' + after if config.graphs.optimizer else 'eager'}"
+    is_whole = config.graphs.optimizer and config.graphs.impl is CudaGraphImpl.full_iteration
+    where = "in the graph of the training step" if is_whole else "the step as a graph of its own"
+    yield f"optimizer: {where + after if config.graphs.optimizer else 'eager'}"
     yield f"inference: {_inference(config)}"
 
 
@@ -50,7 +52,8 @@ def _training(config: RunConfig) -> str:
     after = f", after {_times(graphs.warmup_steps, 'eager step')}"
     if graphs.impl is CudaGraphImpl.full_iteration:
         microbatches = _times(config.training.num_microbatches, "microbatch", "microbatches")
-        return f"forward and backward of {microbatches} as one graph{after}"
+        rest = ", clipping and optimizer" if graphs.optimizer else ""
+        return f"forward and backward of {microbatches}{rest} as one graph{after}"
     kind = "a forward and a backward graph"
     if graphs.impl is CudaGraphImpl.transformer_engine:
         return f"{kind} for each microbatch in flight of {_parts(config)}, in the order of the schedule{after}"
@@ -63,7 +66,8 @@ def _training(config: RunConfig) -> str:
 
 
 def _is_switched_off(graphs: CudaGraphConfig) -> bool:
-    return graphs.impl is CudaGraphImpl.local and graphs.policy is CapturePolicy.off
+    has_policy = graphs.impl in (CudaGraphImpl.local, CudaGraphImpl.full_iteration)
+    return has_policy and graphs.policy is CapturePolicy.off
 
 
 def _parts(config: RunConfig) -> str:
@@ -77,7 +81,8 @@ def _parts(config: RunConfig) -> str:
 def _validation(config: RunConfig) -> str:
     if config.training.eval_iters == 0:
         return "none"
-    return "the forward as one graph" if config.graphs.impl is CudaGraphImpl.full_iteration else "eager"
+    is_captured = config.graphs.impl is CudaGraphImpl.full_iteration and not _is_switched_off(config.graphs)
+    return "the forward as one graph" if is_captured else "eager"
 
 
 def _inference(config: RunConfig) -> str:

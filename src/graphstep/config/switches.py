@@ -118,15 +118,17 @@ class CudaGraphConfig:
     optimizer: bool = False
     """Capture the optimizer step as well."""
     policy: CapturePolicy = CapturePolicy.required
-    """What becomes of a region that cannot be captured. Used by ``local`` only so far: the others always require it."""
+    """What becomes of a region that cannot be captured. Used by ``local``, ``full_iteration`` and the optimizer graph;
+    ``transformer_engine`` always requires it."""
     on_mismatch: MismatchPolicy = MismatchPolicy.recapture
-    """What ``local`` does with inputs of another signature than those captured. A signature is the shapes, types and
-    devices of the tensors, the other arguments, and the modes: training, gradients, autocast."""
+    """What ``local`` and ``full_iteration`` do with inputs of another signature than those captured. A signature is the
+    shapes, types and devices of the tensors, the other arguments, and the modes: training, gradients, autocast."""
     capture_after: int = 2
     """Steps in which ``local`` must see a further signature before it captures it, >= 1; with ``recapture`` only. The
     signatures of the observed first step need no second one."""
     max_signatures: int = 8
-    """Signatures that a region of ``local`` keeps graphs for, >= 1; beyond them the least used one is evicted."""
+    """Signatures that a region of ``local``, or ``full_iteration``, keeps graphs for, >= 1; beyond them the least used
+    one is evicted."""
     merge_layers: int = 1
     """Neighbouring captured layers that ``local`` launches as one graph, >= 0; 0: as many as can be."""
     debug: bool = False

@@ -74,6 +74,9 @@ class TrainingConfig:
     """File that one JSON object a log line is appended to."""
     check_for_nan_in_loss_and_grad: bool = True
     """Read the loss and the gradient norm back each step and stop when one is not finite."""
+    deferred_nan_check: bool = False
+    """Look at losses and gradient norms one step later, without waiting for the device, and stop when one is not
+    finite; the weights are not updated in a step that has one."""
     deterministic_mode: bool = False
     """Use deterministic kernels only; an operation that has none is an error."""
     device: Device = "auto"

@@ -8,6 +8,7 @@ from graphstep.strategies.graphed_callables import make_graphed_callables
 from graphstep.strategies.graphed_step import GraphedStep, graph_step
 from graphstep.strategies.local import LocalGraphs
 from graphstep.strategies.manager import CudaGraphManager, attach
+from graphstep.strategies.optimizer_graph import OptimizerGraph
 from graphstep.strategies.protocol import ForwardBackward, Strategy
 from graphstep.strategies.transformer_engine import TECudaGraphHelper, TransformerEngineGraphs
 
@@ -17,6 +18,7 @@ __all__ = [
     "FullCudaGraphWrapper",
     "GraphedStep",
     "LocalGraphs",
+    "OptimizerGraph",
     "Strategy",
     "TECudaGraphHelper",
     "TransformerEngineGraphs",

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, assert_never
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from graphstep.capture.report import CaptureReport
 from graphstep.capture.session import GraphSession
@@ -54,8 +55,16 @@ def build_strategy(
     model: nn.Module,
     forward_backward_func: ForwardBackward,
     device: torch.device,
+    optimizers: Sequence[Optimizer] = (),
 ) -> Strategy:
     """The strategy of ``graphs.impl`` for a model on a device.
+
+    Args:
+        graphs: what is captured, and how.
+        model: what ``forward_backward_func`` is called with.
+        forward_backward_func: forward and backward of a step.
+        device: where it runs.
+        optimizers: those that step in ``forward_backward_func``; only ``full_iteration`` captures such a function.
 
     Raises:
         ConfigError: nothing in the model to capture.
@@ -68,6 +77,11 @@ def build_strategy(
             model=model,
             session=GraphSession(device),
             cuda_graph_warmup_steps=graphs.warmup_steps,
+            max_graphs=max(2, graphs.max_signatures),
+            policy=graphs.policy,
+            on_mismatch=graphs.on_mismatch,
+            use_single_mempool=graphs.use_single_mempool,
+            optimizers=optimizers,
         )
     if graphs.impl is CudaGraphImpl.local:
         return LocalGraphs(

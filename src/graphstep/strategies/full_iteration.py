@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from graphstep.capture.report import CaptureReport
 from graphstep.capture.session import GraphSession
@@ -23,15 +24,15 @@ class FullCudaGraphWrapper:
 
     There is one graph for each key: training or forward-only, number of microbatches, layout and non-tensor values of
     the batches, training flags, grad and autocast modes. A key that was not seen warms up and is captured anew; it is
-    never served by the graph of another key. Past ``max_graphs`` keys, the one used longest ago is dropped.
+    never served by the graph of another key. Past ``max_graphs`` graphs, the one used longest ago is dropped.
     When a plain attribute of a module (a dropout probability, say) or the hooks on a module or parameter have changed
     since a capture, its graph is dropped and captured again after a new warmup; attributes that the step itself sets
     do not count. Hooks run when the step is captured and not when it is replayed: what they compute is in the graph.
 
-    Gradients accumulate inside the graph into ``main_grad`` or ``.grad``; the optimizer, gradient clipping and logging
-    stay outside. The order of microbatches and of random draws is that of the wrapped function, so results equal eager
-    execution bit for bit where the kernels are deterministic. Batches that want a gradient run eagerly: it could not
-    reach them.
+    Gradients accumulate inside the graph into ``main_grad`` or ``.grad``; the optimizer and gradient clipping stay
+    outside, unless the function makes whole steps. The order of microbatches and of random draws is that of the wrapped
+    function, so results equal eager execution bit for bit where the kernels are deterministic. Batches that want a
+    gradient run eagerly: it could not reach them.
 
     Args:
         forward_backward_func: see :class:`ForwardBackward`; called with batches on the session's device.
@@ -39,9 +40,12 @@ class FullCudaGraphWrapper:
         session: owner of the graphs.
         cuda_graph_warmup_steps: eager calls of each key before its capture. They are real steps of training. With 0,
             the capture is preceded by one observed run that leaves no trace.
-        max_graphs: most keys that are kept.
+        max_graphs: most graphs that are kept.
         policy: what becomes of a step that cannot be captured, see :class:`CapturePolicy`.
         on_mismatch: what becomes of another key in a stage that has a graph, see :class:`MismatchPolicy`.
+        use_single_mempool: training and validation graphs share one memory pool.
+        optimizers: those that step in ``forward_backward_func``, if it makes whole steps. They need ``fused=True`` or
+            ``capturable=True``; their learning rates follow a schedule, see :class:`OptimizersInside`.
     """
 
     def __init__(
@@ -54,6 +58,8 @@ class FullCudaGraphWrapper:
         max_graphs: int = 16,
         policy: CapturePolicy = CapturePolicy.required,
         on_mismatch: MismatchPolicy = MismatchPolicy.recapture,
+        use_single_mempool: bool = True,
+        optimizers: Iterable[Optimizer] = (),
     ) -> None:
         self._function = forward_backward_func
         self._model = model
@@ -64,7 +70,9 @@ class FullCudaGraphWrapper:
             max_graphs=max_graphs,
             policy=policy,
             on_mismatch=on_mismatch,
+            use_single_mempool=use_single_mempool,
         )
+        self._optimizers = OptimizersInside(optimizers, session.device)
         self._steps = {forward_only: self._step(forward_only) for forward_only in (False, True)}
 
     def forward_backward(
@@ -125,7 +133,7 @@ class FullCudaGraphWrapper:
             kind="iteration",
             function=lambda batches: self._run(batches, forward_only),
             modules=[("", self._model)],
-            optimizers=OptimizersInside((), self._session.device),
+            optimizers=OptimizersInside((), self._session.device) if forward_only else self._optimizers,
             fills_gradients=not forward_only,
         )
 

@@ -18,13 +18,15 @@ from graphstep.capture.signature import Signature
 from graphstep.capture.static_inputs import StaticInputs, to_device
 from graphstep.capture.tree import Node, Value, flatten, unflatten
 from graphstep.config.switches import CapturePolicy, MismatchPolicy
-from graphstep.engine import Recording
+from graphstep.engine import Recording, torch_private
 from graphstep.errors import CaptureError, InputMismatchError
 from graphstep.strategies.iteration_gradients import StepGradients
 from graphstep.strategies.optimizers_inside import OptimizersInside
 
 Named = tuple[str, nn.Module]
 
+_LANE = "iterations"
+"""Whole iterations share memory with each other, and not with graphs of parts of one, which others run between."""
 _WARNED_AFTER = 3
 """Captures anew, after the numbers of an optimizer have changed, from which on they are warned of."""
 
@@ -87,6 +89,7 @@ class IterationGraphs:
         policy: what becomes of a step that cannot be captured: ``required`` raises, ``auto`` goes on eagerly with a
             warning and the reason in the report, ``off`` captures nothing.
         on_mismatch: what becomes of another key in a stage that has a graph: ``recapture``, ``eager`` or ``error``.
+        use_single_mempool: the graphs of all stages share one memory pool; they never run at the same time.
     """
 
     def __init__(
@@ -97,8 +100,10 @@ class IterationGraphs:
         max_graphs: int = 16,
         policy: CapturePolicy = CapturePolicy.required,
         on_mismatch: MismatchPolicy = MismatchPolicy.recapture,
+        use_single_mempool: bool = True,
     ) -> None:
         self._session = session
+        self._use_single_mempool = use_single_mempool
         self._warmup_steps = warmup_steps
         self._max_graphs = max_graphs
         self._policy = policy
@@ -295,6 +300,9 @@ class IterationGraphs:
                 return step.function(iteration.static.arguments)
             before = iteration.gradients.before(self._all_modules(step), step.optimizers.parameters())
             result, iteration.observation = self._session.watch_run(lambda: step.function(iteration.static.arguments))
+        iteration.observation.forget_storages(
+            torch_private.storage_key(home.tensor) for home in self._session.gradient_homes.values()
+        )
         iteration.structure = flatten(result)[1]
         iteration.gradients.learn(before, iteration.observation)
         return result
@@ -342,11 +350,12 @@ class IterationGraphs:
             iteration.gradients.collect()
             return flatten(result)
 
+        lane = _LANE if self._use_single_mempool else (_LANE, step.stage)
         while True:
             iteration.gradients.ready(leaves, where)
             try:
                 with step.optimizers.captured(where):
-                    recording = self._session.capture(stats, run, observation=observation)
+                    recording = self._session.capture(stats, run, observation=observation, lane=lane)
                 problem = iteration.gradients.problem()
                 if problem is None:
                     iteration.gradients.keep()

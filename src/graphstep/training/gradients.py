@@ -98,19 +98,25 @@ class GradientBuffers:
         total: Tensor = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
         return total
 
-    def clip_(self, norm: Tensor, max_norm: float) -> None:
-        """Scale all gradients by ``min(1, max_norm / (norm + 1e-6))``, computed on the device.
+    def norms(self) -> Tensor:
+        """Return the L2 norm of each parameter's gradient, [number of slots] fp32 on the device, in their order."""
+        if not self.slots:
+            return torch.zeros(0, dtype=torch.float32, device=self.device)
+        return torch.stack([norm.float() for norm in torch._foreach_norm([slot.view for slot in self.slots])])
+
+    @staticmethod
+    def clip_divisor(norm: Tensor, max_norm: float) -> Tensor:
+        """What to divide all gradients by: ``max(1, (norm + 1e-6) / max_norm)``, computed on the device.
 
         Args:
             norm: scalar, as :meth:`norm` returned it.
             max_norm: largest norm to keep, > 0.
 
         Source: Pascanu et al. 2013, "On the difficulty of training recurrent neural networks", algorithm 1, with the
-        epsilon of ``torch.nn.utils.clip_grad_norm_``.
+        epsilon of ``torch.nn.utils.clip_grad_norm_``. As a divisor, because the fused kernel of AdamW takes one: a pass
+        over the gradients less.
         """
-        scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-        for flat in self._flat.values():
-            flat.mul_(scale)
+        return ((norm + 1e-6) / max_norm).clamp(min=1.0)
 
     def close(self) -> None:
         """Remove the hooks and take the gradients off the parameters. May be called twice."""

@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 import statistics
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from graphstep.strategies import Strategy
+from graphstep.capture.report import CaptureReport
 from graphstep.training.timing import StepTimer, median_ms
 
 _NUM_KEPT_TIMES = 1000
@@ -109,12 +110,12 @@ class Steadiness:
     """Tells from which step on steps run as all later ones will: after warmup and capture.
 
     Args:
-        strategy: asked for its report around each step until it is steady.
+        report: what is captured; asked around each step until it is steady.
         is_eager: nothing is captured: steady after three steps, when the libraries have set themselves up.
     """
 
-    def __init__(self, strategy: Strategy, *, is_eager: bool) -> None:
-        self._strategy = strategy
+    def __init__(self, report: Callable[[], CaptureReport], *, is_eager: bool) -> None:
+        self._report = report
         self._is_eager = is_eager
         self._is_steady = False
         self._num_steps = 0
@@ -136,5 +137,5 @@ class Steadiness:
         return self._is_steady
 
     def _counts(self) -> tuple[int, int]:
-        report = self._strategy.report()
+        report = self._report()
         return report.num_recordings, sum(row.num_replays for row in report.rows)

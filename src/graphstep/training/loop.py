@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -13,11 +13,12 @@ from typing import Any, Protocol
 import torch
 from rich.console import Console
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from graphstep.capture.report import CaptureReport
 from graphstep.config import CudaGraphConfig, CudaGraphImpl, RunConfig
 from graphstep.errors import NonFiniteError
-from graphstep.strategies import ForwardBackward, Strategy, build_strategy
+from graphstep.strategies import ForwardBackward, OptimizerGraph, Strategy, build_strategy
 from graphstep.training.checkpoint import Checkpoint, TrainingState, save_checkpoint
 from graphstep.training.data import BatchIterator, Dataset, build_datasets
 from graphstep.training.determinism import (
@@ -29,7 +30,7 @@ from graphstep.training.determinism import (
 )
 from graphstep.training.evaluation import evaluate
 from graphstep.training.gradients import GradientBuffers
-from graphstep.training.health import require_finite
+from graphstep.training.health import HealthRecord, require_finite
 from graphstep.training.interrupt import InterruptRequest
 from graphstep.training.ledger import Steadiness, StepLedger
 from graphstep.training.logging import make_logs
@@ -39,6 +40,7 @@ from graphstep.training.setup import architecture, build_model, pointer_notice, 
 from graphstep.training.step import forward_backward_no_pipelining
 from graphstep.training.tensors import model_tensors
 from graphstep.training.timing import peak_memory_bytes, restart_peak_memory
+from graphstep.training.update import Update, WholeStep
 
 
 class StrategyFactory(Protocol):
@@ -51,6 +53,7 @@ class StrategyFactory(Protocol):
         model: nn.Module,
         forward_backward_func: ForwardBackward,
         device: torch.device,
+        optimizers: Sequence[Optimizer] = (),
     ) -> Strategy:
         """Return a new strategy, which nobody else uses."""
 
@@ -124,16 +127,37 @@ class Trainer:
             self._resume(self.start_checkpoint)
         pointer = pointer_notice(training, self.iteration)
         self.notices = (*self.datasets.notices, *([pointer] if pointer else []))
+        self._health: HealthRecord | None = None
+        if training.deferred_nan_check:
+            names = [slot.name for slot in self.gradients.slots]
+            self._health = HealthRecord(names, training.num_microbatches, self.device)
+        self._update = Update(self.gradients, self.optimizer, clip_grad=training.clip_grad, health=self._health)
+        self._is_whole = config.graphs.optimizer and config.graphs.impl is CudaGraphImpl.full_iteration
+        """The update is in the graph of forward and backward."""
+        function: ForwardBackward = forward_backward_no_pipelining
+        if self._is_whole:
+            function = WholeStep(function, self.gradients, self._update, self._health)
         self.strategy = strategy_factory(
             config.graphs,
             model=self.model,
-            forward_backward_func=forward_backward_no_pipelining,
+            forward_backward_func=function,
             device=self.device,
+            optimizers=(self.optimizer.adamw,) if self._is_whole else (),
         )
+        self._optimizer_graph: OptimizerGraph | None = None
+        if config.graphs.optimizer and not self._is_whole:
+            self._optimizer_graph = OptimizerGraph(
+                self.optimizer.adamw,
+                update=self._update.apply if training.check_for_nan_in_loss_and_grad else self._update,
+                cuda_graph_warmup_steps=config.graphs.warmup_steps,
+                policy=config.graphs.policy,
+            )
         self._on_step = on_step
         self._log = make_logs(training, console)
         self._ledger = StepLedger(self.device)
-        self._steadiness = Steadiness(self.strategy, is_eager=config.graphs.impl is CudaGraphImpl.none)
+        self._steadiness = Steadiness(
+            self.report, is_eager=config.graphs.impl is CudaGraphImpl.none and not config.graphs.optimizer
+        )
         self._saved_iteration = self.iteration
         self._validation_loss: tuple[int, float] | None = None
 
@@ -148,6 +172,8 @@ class Trainer:
     def close(self) -> None:
         """Free the recordings, then take the gradients off the model, then close the logs. May be called twice."""
         try:
+            if self._optimizer_graph is not None:
+                self._optimizer_graph.close()
             self.strategy.close()
         finally:
             self.gradients.close()
@@ -182,6 +208,8 @@ class Trainer:
                     raise
                 self._after_step()
             self._write_interval()
+            if self._health is not None:
+                self._health.check(wait=True)
             after = self.validate() if not interrupt.is_requested else None
             self._save()
             self._random = random_state(self.device)
@@ -196,10 +224,15 @@ class Trainer:
             step_ms=self._ledger.steady_step_ms,
             peak_bytes=peak_memory_bytes(self.device),
             device=self.device,
-            report=self.strategy.report(),
+            report=self.report(),
         )
         self._log.write("end", self._end_values(result))
         return result
+
+    def report(self) -> CaptureReport:
+        """What has been captured so far, of the strategy and of the optimizer."""
+        report = self.strategy.report()
+        return report if self._optimizer_graph is None else report.joined(self._optimizer_graph.report())
 
     def validate(self) -> float | None:
         """Return the loss on the validation data, always the same batches; None if there is no validation.
@@ -293,21 +326,43 @@ class Trainer:
         training = self.config.training
         lr = learning_rate(training, self.iteration)
         self._steadiness.begin_step()
+        self.optimizer.set_rates(lr, training.weight_decay)
         self._ledger.timer.start()
-        self.gradients.zero()
-        losses = self.strategy.forward_backward(data_iterator=self.batches, num_microbatches=training.num_microbatches)
-        norm = self.gradients.norm()
-        if training.clip_grad > 0:
-            self.gradients.clip_(norm, training.clip_grad)
-        if training.check_for_nan_in_loss_and_grad:
-            require_finite(losses, norm, self.iteration + 1, is_clipped=training.clip_grad > 0)
-        self.optimizer.step(lr, training.weight_decay)
+        if self._is_whole:
+            self.gradients.install()
+            losses = self._forward_backward()
+        else:
+            self.gradients.zero()
+            losses = self._forward_backward()
+            self._run_update(losses)
         self.strategy.end_step()
+        norm = self._update.norm.clone()
         self._ledger.timer.stop()
         self.iteration += 1
+        if self._health is not None:
+            self._health.check()
+            self._health.send(self.iteration)
         self._ledger.add(self.iteration, losses, norm, lr, is_steady=self._steadiness.end_step())
         if self._on_step is not None:
             self._on_step(self, losses)
+
+    def _forward_backward(self) -> Tensor:
+        return self.strategy.forward_backward(
+            data_iterator=self.batches, num_microbatches=self.config.training.num_microbatches
+        )
+
+    def _run_update(self, losses: Tensor) -> None:
+        training = self.config.training
+        if self._health is not None:
+            self._health.note_losses(losses)
+        self.gradients.install()
+        if training.check_for_nan_in_loss_and_grad:
+            self._update.measure()
+            is_clipped = training.clip_grad > 0
+            require_finite(losses, self._update.norm, self.iteration + 1, is_clipped=is_clipped)
+            (self._update.apply if self._optimizer_graph is None else self._optimizer_graph)()
+        else:
+            (self._update if self._optimizer_graph is None else self._optimizer_graph)()
 
     def _write_interval(self) -> None:
         interval = self._ledger.read()

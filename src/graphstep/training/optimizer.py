@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -52,29 +53,47 @@ class MainWeightAdamW:
             {"params": [t for t in tensors if t.ndim > 1], "is_decayed": True},
             {"params": [t for t in tensors if t.ndim <= 1], "is_decayed": False},
         ]
-        # The rate is a Python number written before each step; an optimizer inside a graph needs a device tensor here.
-        self._adamw = torch.optim.AdamW(
+        self.adamw = torch.optim.AdamW(
             [group for group in groups if group["params"]], lr=0.0, betas=betas, eps=eps, weight_decay=0.0, fused=True
         )
+        """What updates the main weights. Its learning rate is that of :meth:`set_rates`."""
         for tensor in tensors:
-            self._adamw.state[tensor] = {
+            self.adamw.state[tensor] = {
                 "step": torch.zeros((), dtype=torch.float32, device=tensor.device),
                 **{moment: torch.zeros_like(tensor.detach()) for moment in _MOMENTS},
             }
 
-    def step(self, lr: float, weight_decay: float) -> None:
-        """Update the weights from the gradients; nothing is read back to the host.
+    def set_rates(self, lr: float, weight_decay: float) -> None:
+        """Say what the next updates use. Numbers of the host; nothing is launched.
 
         Args:
-            lr: learning rate of this update.
+            lr: learning rate; rounded to fp32, which is what it is in a graph.
             weight_decay: decoupled decay factor, for tensors of two or more dimensions.
         """
-        for group in self._adamw.param_groups:
-            group["lr"] = lr
+        for group in self.adamw.param_groups:
+            group["lr"] = _as_fp32(lr)
             group["weight_decay"] = weight_decay if group["is_decayed"] else 0.0
-        self._gradients.install()
-        self._adamw.step()
+
+    def update(self, divisor: Tensor | None = None, is_skipped: Tensor | None = None) -> None:
+        """Update the weights from the gradients, by kernels alone: nothing is read back to the host.
+
+        Args:
+            divisor: scalar, fp32, by which the kernel divides the gradients before it uses them, and leaves them so.
+            is_skipped: scalar, fp32: 1 leaves the weights and all state as they are, 0 does not.
+        """
+        # The attributes are torch's protocol for loss scales; the fused kernels of Adam take them as arguments.
+        self.adamw.grad_scale, self.adamw.found_inf = divisor, is_skipped  # type: ignore[attr-defined]
+        try:
+            self.adamw.step()
+        finally:
+            del self.adamw.grad_scale, self.adamw.found_inf  # type: ignore[attr-defined]
         self._write_back()
+
+    def step(self, lr: float, weight_decay: float) -> None:
+        """The two together, for gradients as they are."""
+        self.set_rates(lr, weight_decay)
+        self._gradients.install()
+        self.update()
 
     def main_weights(self) -> dict[str, Tensor]:
         """Return the fp32 copies of half-precision parameters by parameter name; empty in fp32."""
@@ -84,7 +103,7 @@ class MainWeightAdamW:
         """Return the live state as flat names, ``exp_avg.<parameter>`` and so on; clone to keep."""
         state = {f"main.{name}": tensor for name, tensor in self.main_weights().items()}
         for name, tensor in self._trained.items():
-            for key, value in self._adamw.state[tensor].items():
+            for key, value in self.adamw.state[tensor].items():
                 state[f"{key}.{name}"] = value
         return state
 
@@ -113,3 +132,7 @@ class MainWeightAdamW:
             # One launch instead of one per parameter. The underscore is only in its name: optimizers built on torch
             # rely on it, and there is no other spelling.
             torch._foreach_copy_(self._half, self._half_main)
+
+
+def _as_fp32(number: float) -> float:
+    return float(np.float32(number))

@@ -57,14 +57,14 @@ GRAPH_OPTIONS: tuple[Option, ...] = (
     _graphs.switch("--optimizer-cuda-graph", "capture the optimizer step as well"),
     _graphs.option(
         "--cuda-graph-policy",
-        "what becomes of a part that cannot be captured (local); auto: it runs eagerly, with a warning and the reason "
-        "in the report; required: an error; off: nothing is captured",
+        "what becomes of a part that cannot be captured (local, full_iteration, optimizer); auto: it runs eagerly, "
+        "with a warning and the reason in the report; required: an error; off: nothing is captured",
         choices=tuple(CapturePolicy),
     ),
     _graphs.option(
         "--cuda-graph-on-mismatch",
-        "what happens when shapes, types or modes of a call are none of those captured (local); error: stop, with all "
-        "differences; eager: run the call eagerly and count it; recapture: capture them as well, see "
+        "what happens when shapes, types or modes of a call are none of those captured (local, full_iteration); error: "
+        "stop, with all differences; eager: run the call eagerly and count it; recapture: capture them as well, see "
         "--cuda-graph-capture-after",
         choices=tuple(MismatchPolicy),
     ),
@@ -76,7 +76,8 @@ GRAPH_OPTIONS: tuple[Option, ...] = (
     ),
     _graphs.count(
         "--cuda-graph-max-signatures",
-        "sets of shapes, types and modes that each part keeps graphs for; the least used is evicted (local)",
+        "sets of shapes, types and modes that each part keeps graphs for; the least used is evicted (local, "
+        "full_iteration)",
         "N",
     ),
     _graphs.count(

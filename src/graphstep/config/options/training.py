@@ -30,6 +30,11 @@ TRAINING_OPTIONS: tuple[Option, ...] = (
         off="--no-check-for-nan-in-loss-and-grad",
         dest="check_for_nan_in_loss_and_grad",
     ),
+    _training.switch(
+        "--deferred-nan-check",
+        "look at loss and gradient norms one step later, without waiting for the device; such a step leaves the "
+        "weights as they are",
+    ),
     _training.option(
         "--compare-with-eager",
         "train that many steps eagerly as well, and compare losses and weights bit by bit; 0: off",

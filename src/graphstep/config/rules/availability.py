@@ -96,14 +96,6 @@ def _idle_in_train(name: str) -> Rule:
 
 AVAILABILITY_RULES: tuple[Rule, ...] = (
     Rule(
-        code="not-available-optimizer-graph",
-        fields=("optimizer_cuda_graph",),
-        broken=lambda o: o.optimizer_cuda_graph,
-        what="--optimizer-cuda-graph is not available yet in graphstep train",
-        fix="leave it out: the optimizer step runs eagerly",
-        for_training=True,
-    ),
-    Rule(
         code="not-available-retain",
         fields=("cuda_graph_impl", "cuda_graph_retain_backward_graph"),
         broken=lambda o: o.cuda_graph_retain_backward_graph and captures_by_module(o),

@@ -209,14 +209,14 @@ GRAPH_RULES: tuple[Rule, ...] = (
     *idle(
         ("cuda_graph_policy",),
         ("cuda_graph_impl",),
-        lambda o: o.cuda_graph_impl == "none",
+        lambda o: o.cuda_graph_impl == "none" and not o.optimizer_cuda_graph,
         "--cuda-graph-impl none captures nothing",
         "add --cuda-graph-impl local, or leave it out",
     ),
     no_effect(
-        "policy-only-for-local",
+        "policy-without-effect",
         ("cuda_graph_impl", "cuda_graph_policy"),
-        lambda o: o.cuda_graph_impl in ("full_iteration", "transformer_engine") and o.cuda_graph_policy != "required",
+        lambda o: o.cuda_graph_impl == "transformer_engine" and o.cuda_graph_policy != "required",
         "--cuda-graph-policy {cuda_graph_policy} has no effect yet with --cuda-graph-impl {cuda_graph_impl}: it "
         "captures, and what cannot be captured is an error",
         "leave it out, or use --cuda-graph-impl local",
@@ -224,15 +224,20 @@ GRAPH_RULES: tuple[Rule, ...] = (
     no_effect(
         "policy-off",
         ("cuda_graph_impl", "cuda_graph_policy"),
-        lambda o: o.cuda_graph_impl == "local" and o.cuda_graph_policy == "off",
+        lambda o: o.cuda_graph_impl in ("local", "full_iteration") and o.cuda_graph_policy == "off",
         "with --cuda-graph-policy off nothing is captured, and the other options of CUDA graphs have no effect",
         "use --cuda-graph-policy auto or required to capture",
     ),
     *idle(
+        ("cuda_graph_on_mismatch", "cuda_graph_max_signatures"),
+        ("cuda_graph_impl",),
+        lambda o: o.cuda_graph_impl not in ("local", "full_iteration"),
+        "it is an option of --cuda-graph-impl local and full_iteration",
+        "use one of these, or leave it out",
+    ),
+    *idle(
         (
-            "cuda_graph_on_mismatch",
             "cuda_graph_capture_after",
-            "cuda_graph_max_signatures",
             "cuda_graph_merge_layers",
             "cuda_graph_debug",
         ),
