@@ -90,7 +90,7 @@ class OptimizerGraph:
 
 
 class _StepOf:
-    """The step of an optimizer, looked up each time: a scheduler puts another in its place, to see that it is called."""
+    """The step of an optimizer, looked up each time: a scheduler puts another in its place, to see it called."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
