@@ -14,10 +14,14 @@ from graphstep.capture.signature import Signature
 
 
 class Phase(enum.Enum):
-    """Which half of a graph pair runs."""
+    """What runs of a graph pair, or of a model chunk."""
 
     FORWARD = "forward"
+    """Computes the outputs, and keeps what the backward needs."""
     BACKWARD = "backward"
+    """Computes the gradients of the inputs, and those of the weights unless they are computed apart."""
+    WEIGHT_GRADIENT = "weight gradients"
+    """Computes the gradients of the weights, some time after the backward."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -21,7 +21,6 @@ from graphstep.capture.session import GraphSession
 from graphstep.capture.signature import Signature
 from graphstep.capture.tree import flatten
 from graphstep.errors import CaptureError
-from graphstep.strategies import pipeline_order
 from graphstep.strategies.callable_graphs import (
     CallableGraphs,
     Captured,
@@ -228,7 +227,7 @@ class _Making:
                     )
                     forward, backward = (
                         Turn(captured.region.name, chunk, microbatch, phase)
-                        for phase in (pipeline_order.Phase.FORWARD, pipeline_order.Phase.BACKWARD)
+                        for phase in (Phase.FORWARD, Phase.BACKWARD)
                     )
                     keywords = {name: number for number, name in enumerate(arguments[1])}
                     place = Place(
@@ -238,7 +237,7 @@ class _Making:
                     self.places.append(place)
         for step in asked.order:
             layers = range(asked.layers_per_chunk[step.chunk])
-            is_forward = step.phase is pipeline_order.Phase.FORWARD
+            is_forward = step.phase is Phase.FORWARD
             for layer in layers if is_forward else reversed(layers):
                 index = asked.index_of(step.chunk, step.microbatch, layer)
                 place = self.places[index]

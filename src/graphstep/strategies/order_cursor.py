@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Final
 
+from graphstep.capture.plan import Phase
 from graphstep.errors import PlanError
-from graphstep.strategies.pipeline_order import Phase
 
 
 @dataclass(frozen=True, slots=True)

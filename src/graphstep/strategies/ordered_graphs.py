@@ -11,17 +11,17 @@ from torch import Tensor, nn
 
 from graphstep.capture.chain import Chain
 from graphstep.capture.graph_pair import GraphPair
-from graphstep.capture.plan import PlanObserver
+from graphstep.capture.plan import Phase, PlanObserver
 from graphstep.capture.reasons import EagerReason
 from graphstep.capture.region import Region
 from graphstep.capture.session import GraphSession
 from graphstep.capture.tree import flatten
 from graphstep.config import CudaGraphConfig, CudaGraphImpl, MismatchPolicy
 from graphstep.errors import CaptureError, ConfigError, LifecycleError, PlanError, Problem
-from graphstep.strategies import pipeline_order
 from graphstep.strategies.local_calls import RegionCalls
 from graphstep.strategies.manager import CudaGraphManager
 from graphstep.strategies.order_cursor import OrderCursor, Turn
+from graphstep.strategies.order_steps import OrderStep
 from graphstep.strategies.ordered_plan import ordered_plan
 
 _REFUSED: Final = frozenset({EagerReason.MORE_IN_FLIGHT, EagerReason.OUT_OF_ORDER, EagerReason.PLACE_IN_USE})
@@ -157,7 +157,7 @@ class OrderedGraphs(CudaGraphManager):
 
     # ----- capture
 
-    def capture(self, steps: Sequence[pipeline_order.OrderStep]) -> None:
+    def capture(self, steps: Sequence[OrderStep]) -> None:
         """Capture every layer for a schedule.
 
         Raises:
@@ -235,4 +235,4 @@ def _call_with_each(hook: Callable[[nn.Module], object], modules: Sequence[nn.Mo
 
 
 def _backward_of(forward: Turn) -> Turn:
-    return Turn(forward.name, forward.chunk, forward.microbatch, pipeline_order.Phase.BACKWARD)
+    return Turn(forward.name, forward.chunk, forward.microbatch, Phase.BACKWARD)

@@ -14,8 +14,9 @@ from graphstep.capture.session import GraphSession
 from graphstep.capture.static_inputs import to_device
 from graphstep.config import CudaGraphConfig
 from graphstep.errors import ConfigError, InputMismatchError, LifecycleError, Problem
-from graphstep.strategies import pipeline_order
+from graphstep.strategies.order_steps import steps_of
 from graphstep.strategies.ordered_graphs import OrderedGraphs
+from graphstep.strategies.pipeline_order import pipeline_order
 from graphstep.strategies.protocol import ForwardBackward
 
 
@@ -66,14 +67,14 @@ class TECudaGraphHelper:
             raise ConfigError(Problem("te-no-model", "there is no model chunk", "model", "give a module"))
         if order is None:
             is_single = pipeline_size == 1 and len(chunks) == 1
-            order = pipeline_order.pipeline_order(
+            order = pipeline_order(
                 1 if is_single else num_microbatches,
                 pipeline_size=pipeline_size,
                 pipeline_rank=pipeline_rank,
                 num_model_chunks=len(chunks),
                 microbatch_group_size=microbatch_group_size,
             )
-        self.steps = pipeline_order.steps_of(order, num_chunks=len(chunks), names="order")
+        self.steps = steps_of(order, num_chunks=len(chunks), names="order")
         """The schedule that is captured."""
         self._sizes = micro_batch_size, seq_length
         self._session = session
@@ -196,7 +197,7 @@ class TransformerEngineGraphs:
         self._function, self._model, self._session = forward_backward_func, model, session
         self._num_warmup_steps = config.warmup_steps
         self._num_steps = 0
-        steps = pipeline_order.steps_of(pipeline_order.pipeline_order(1), num_chunks=1)
+        steps = steps_of(pipeline_order(1), num_chunks=1)
         self._steps, self._graphs = steps, OrderedGraphs([model], config, session=session)
 
     def forward_backward(

@@ -10,7 +10,9 @@ import torch
 from tests.strategies.callables.jobs import HIDDEN, Block, Job
 from torch import Tensor, nn
 
-from graphstep.strategies.pipeline_order import OrderStep, Phase, pipeline_order, steps_of
+from graphstep.capture.plan import Phase
+from graphstep.strategies.order_steps import OrderStep, steps_of
+from graphstep.strategies.pipeline_order import pipeline_order
 
 
 class Small(nn.Module):
