@@ -12,6 +12,7 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -271,17 +272,21 @@ def capture_is_under_way() -> bool:
 
 
 def gradients(
-    outputs: Sequence[Tensor], inputs: Sequence[Tensor], grad_outputs: Sequence[Tensor]
+    outputs: Sequence[Tensor] | Sequence[GradientEdge],
+    inputs: Sequence[Tensor],
+    grad_outputs: Sequence[Tensor],
+    *,
+    keep_graph: bool = False,
 ) -> tuple[Tensor | None, ...]:
-    """``torch.autograd.grad(outputs, inputs, grad_outputs, allow_unused=True)``.
+    """``torch.autograd.grad(outputs, inputs, grad_outputs, retain_graph=keep_graph, allow_unused=True)``.
 
     That function imports a symbolic-algebra package (seconds) to compare shapes, which here are known to be equal.
     """
     run = getattr(torch.autograd.graph, "_engine_run_backward", None)
     if run is None or not inputs:
-        return torch.autograd.grad(outputs, inputs, grad_outputs, allow_unused=True)
+        return torch.autograd.grad(outputs, inputs, grad_outputs, retain_graph=keep_graph, allow_unused=True)
     found: tuple[Tensor | None, ...] = run(
-        tuple(outputs), tuple(grad_outputs), False, False, tuple(inputs), True, accumulate_grad=False
+        tuple(outputs), tuple(grad_outputs), keep_graph, False, tuple(inputs), True, accumulate_grad=False
     )
     return found
 
