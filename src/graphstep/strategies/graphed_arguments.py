@@ -9,7 +9,6 @@ from typing import Any, Final
 
 from torch import nn
 
-from graphstep.capture.plan import Phase
 from graphstep.errors import ConfigError, Problem
 from graphstep.strategies.local_forward import InstalledForward
 from graphstep.strategies.order_steps import OrderStep, steps_of
@@ -126,9 +125,6 @@ def _read_order(
     except ConfigError as error:
         problems.extend(error.problems)
         return chunks, 0, ()
-    if any(step.phase is Phase.WEIGHT_GRADIENT for step in steps):
-        what = "separate weight gradients are not captured yet"
-        problems.append(_problem("_order", what, "leave out the entries with a half"))
     return chunks, 1 + max(step.microbatch for step in steps), steps
 
 

@@ -21,14 +21,13 @@ from graphstep.capture.session import GraphSession
 from graphstep.capture.signature import Signature
 from graphstep.capture.tree import flatten
 from graphstep.errors import CaptureError
+from graphstep.strategies.callable_checks import layout_guard, names_of
 from graphstep.strategies.callable_graphs import (
     CallableGraphs,
-    Captured,
+    CapturedCallable,
     CurrentMicrobatch,
     GraphedCallable,
-    Place,
-    layout_guard,
-    names_of,
+    ScheduledCallable,
 )
 from graphstep.strategies.graphed_arguments import GraphedArguments, Hooks
 from graphstep.strategies.local_capture import EVERY_PARAMETER, Order, capture_chains
@@ -124,7 +123,7 @@ def _is_pool(value: Any) -> bool:
     return isinstance(value, tuple) and len(value) == 2 and all(isinstance(each, int) for each in value)
 
 
-def _result(asked: GraphedArguments, graphs: CallableGraphs, places: Sequence[Place]) -> Any:
+def _result(asked: GraphedArguments, graphs: CallableGraphs, scheduled: Sequence[ScheduledCallable]) -> Any:
     """What the caller gets."""
     if asked.is_ordered:
         around: dict[nn.Module, CurrentMicrobatch] = {}
@@ -132,13 +131,13 @@ def _result(asked: GraphedArguments, graphs: CallableGraphs, places: Sequence[Pl
             if isinstance(each, nn.Module) and each not in around:
                 around[each] = CurrentMicrobatch(graphs, each, own_forward(each))
                 _install(each, graphs, around[each])
-        found = ((place, place.captured.module) for place in places)
-        return [GraphedCallable(graphs, place, around[m] if m is not None else None) for place, m in found]
+        found = ((each, each.captured.module) for each in scheduled)
+        return [GraphedCallable(graphs, each, around[m] if m is not None else None) for each, m in found]
     made = [
-        _install(each, graphs, GraphedCallable(graphs, place))
+        _install(each, graphs, GraphedCallable(graphs, one))
         if isinstance(each, nn.Module)
-        else GraphedCallable(graphs, place)
-        for each, place in zip(asked.callables, places, strict=True)
+        else GraphedCallable(graphs, one)
+        for each, one in zip(asked.callables, scheduled, strict=True)
     ]
     return made[0] if asked.is_single else tuple(made)
 
@@ -165,7 +164,7 @@ class _Making:
         self._asked = asked
         self._num_warmup_runs = num_warmup_runs
         self._reuses = reuses
-        self.places: list[Place] = []
+        self.scheduled: list[ScheduledCallable] = []
         self._observer = PlanObserver()
         self._keys: dict[int, Key] = {}
         """By index of a sample: what serves it."""
@@ -184,10 +183,11 @@ class _Making:
         session = GraphSession(device)
         graphs = CallableGraphs(session)
         try:
-            turns = self._plan(session)
+            self._schedule(session)
+            turns = self._plan()
             graphs.cursor = OrderCursor(turns, graphs.is_idle) if asked.is_ordered else None
-            result = _result(asked, graphs, self.places)
-            receivers = {place.captured.region: place.captured for place in self.places}
+            result = _result(asked, graphs, self.scheduled)
+            receivers = {each.captured.region: each.captured for each in self.scheduled}
             for captured in receivers.values():
                 captured.note()
             with torch.inference_mode(False), self._tensors_kept(receivers.values()):
@@ -213,54 +213,65 @@ class _Making:
             raise
         return result
 
-    def _plan(self, session: GraphSession) -> list[Turn]:
+    def _schedule(self, session: GraphSession) -> None:
+        """Fill :attr:`scheduled`: for each sample its callable and its turns."""
         asked = self._asked
         regions = [self._captured(index, session) for index in range(len(asked.callables))]
-        turns: list[Turn] = []
+        delayed = {step.chunk for step in asked.order if step.phase is Phase.WEIGHT_GRADIENT}
         for chunk, num_layers in enumerate(asked.layers_per_chunk):
             for microbatch in range(asked.num_microbatches):
                 for layer in range(num_layers):
                     captured = regions[asked.callable_of(chunk, layer)]
                     arguments = asked.samples[asked.index_of(chunk, microbatch, layer)]
-                    signature = Signature.of(
-                        arguments, device_type=session.device.type, modules=captured.region.modules
-                    )
-                    forward, backward = (
-                        Turn(captured.region.name, chunk, microbatch, phase)
-                        for phase in (Phase.FORWARD, Phase.BACKWARD)
-                    )
-                    keywords = {name: number for number, name in enumerate(arguments[1])}
-                    place = Place(
-                        captured, signature, forward, backward, keywords=keywords, guard=layout_guard(signature)
-                    )
+                    modules, device_type = captured.region.modules, session.device.type
+                    signature = Signature.of(arguments, device_type=device_type, modules=modules)
+                    turns = {phase: Turn(captured.region.name, chunk, microbatch, phase) for phase in Phase}
                     self._chunk_of[captured.region] = chunk
-                    self.places.append(place)
+                    self.scheduled.append(
+                        ScheduledCallable(
+                            captured,
+                            signature,
+                            turns[Phase.FORWARD],
+                            turns[Phase.BACKWARD],
+                            turns[Phase.WEIGHT_GRADIENT] if chunk in delayed else None,
+                            keywords={name: number for number, name in enumerate(arguments[1])},
+                            guard=layout_guard(signature),
+                        )
+                    )
+
+    def _plan(self) -> list[Turn]:
+        asked = self._asked
+        turns: list[Turn] = []
         for step in asked.order:
             layers = range(asked.layers_per_chunk[step.chunk])
-            is_forward = step.phase is Phase.FORWARD
-            for layer in layers if is_forward else reversed(layers):
+            for layer in layers if step.phase is Phase.FORWARD else reversed(layers):
                 index = asked.index_of(step.chunk, step.microbatch, layer)
-                place = self.places[index]
-                if is_forward:
-                    self._note_forward(index, place)
-                    turns.append(place.forward)
-                else:
-                    self._observer.backward(*self._keys[index])
-                    turns.append(place.backward)
+                scheduled = self.scheduled[index]
+                if step.phase is Phase.FORWARD:
+                    self._note_forward(index, scheduled)
+                    turns.append(scheduled.forward)
+                elif step.phase is Phase.BACKWARD:
+                    self._observer.backward(*self._keys[index], is_last=scheduled.weight_gradients is None)
+                    turns.append(scheduled.backward)
+                elif scheduled.weight_gradients is not None:
+                    self._observer.weight_gradients(*self._keys[index])
+                    turns.append(scheduled.weight_gradients)
         return turns
 
-    def _note_forward(self, index: int, place: Place) -> None:
+    def _note_forward(self, index: int, scheduled: ScheduledCallable) -> None:
         tensors, _ = flatten(self._asked.samples[index])
-        taken = [] if self._reuses else [slot for variant, slot in self._keys.values() if self._is_of(variant, place)]
-        key = self._observer.forward(place.captured.region, place.signature, tensors, taken=taken)
+        taken = (
+            [] if self._reuses else [slot for variant, slot in self._keys.values() if self._is_of(variant, scheduled)]
+        )
+        key = self._observer.forward(scheduled.captured.region, scheduled.signature, tensors, taken=taken)
         self._observer.plan.calls[key].samples = tuple(tensors)
         self._keys[index] = key
 
     @staticmethod
-    def _is_of(variant: Variant, place: Place) -> bool:
-        return variant.region is place.captured.region and variant.signature == place.signature
+    def _is_of(variant: Variant, scheduled: ScheduledCallable) -> bool:
+        return variant.region is scheduled.captured.region and variant.signature == scheduled.signature
 
-    def _captured(self, index: int, session: GraphSession) -> Captured:
+    def _captured(self, index: int, session: GraphSession) -> CapturedCallable:
         function = self._asked.callables[index]
         name = f"callables[{index}] ({getattr(function, '__name__', type(function).__name__)})"
         names = names_of(function)
@@ -270,7 +281,7 @@ class _Making:
             function = own_forward(function)
         region = Region(name=name, kind="callable", function=function, modules=tuple(modules.values()))
         self._callable_of[region] = index
-        captured = Captured(region, session.stats(name, region.kind), session.watch(roots), roots, names)
+        captured = CapturedCallable(region, session.stats(name, region.kind), session.watch(roots), roots, names)
         captured.module = given if isinstance(given := self._asked.callables[index], nn.Module) else None
         return captured
 
@@ -285,7 +296,7 @@ class _Making:
 
     @staticmethod
     @contextmanager
-    def _tensors_kept(each: Iterable[Captured]) -> Iterator[None]:
+    def _tensors_kept(each: Iterable[CapturedCallable]) -> Iterator[None]:
         """Give modules back the tensors that the body replaced, and refuse that."""
         try:
             yield
@@ -319,9 +330,9 @@ class _Making:
         for home in (home for chain in chains for pair in chain.pairs for home in pair.session.gradient_homes.values()):
             home.note_holders()
         for index, key in self._keys.items():
-            self.places[index].chain = by_key[key]
-        for place in self.places:
-            place.captured.settle()
+            self.scheduled[index].chain = by_key[key]
+        for each in self.scheduled:
+            each.captured.settle()
 
     @contextmanager
     def _hooks_around(self, event: Event) -> Iterator[None]:
