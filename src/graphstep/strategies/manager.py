@@ -378,13 +378,16 @@ class CudaGraphManager:
 
     def close(self) -> None:
         """Put the modules' own ``forward`` back and free the graphs. May be called twice."""
+        self._put_back()
+        self.session.close()
+
+    def _put_back(self) -> None:
         for module in self._modules:
             for calls in module.regions:
                 calls.forget(EagerReason.CLOSED)
             module.remove()
         self.observer = None
         self._boundary.clear()
-        self.session.close()
 
     def __enter__(self) -> CudaGraphManager:
         self.session.require_open()
