@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from graphstep.capture.gradients import leaves_reached
-from graphstep.capture.split_backward import HookedNodes, SplitBackward
+from graphstep.capture.split_backward import SplitBackward, TensorHooks
 
 
 class Operations(TorchDispatchMode):
@@ -134,8 +134,7 @@ FUNCTIONS: list[Callable[[Case, Tensor], Any]] = [
 def backward(function: Callable[[Case, Tensor], Any], *, is_split: bool, wants_input: bool = True) -> dict[str, Any]:
     torch.manual_seed(0)
     case, x = Case(), torch.randn(4, 6, requires_grad=wants_input)
-    nodes = HookedNodes()
-    with nodes:
+    with TensorHooks() as hooks:
         result = function(case, x)
     results = result if isinstance(result, tuple) else (result,)
     outputs = [each for each in results if each.requires_grad]
@@ -144,10 +143,11 @@ def backward(function: Callable[[Case, Tensor], Any], *, is_split: bool, wants_i
     parameters = [leaf for leaf in leaves_reached(outputs) if leaf is not x]
     found: Sequence[Tensor | None]
     if is_split:
-        split = SplitBackward(outputs, gradients, inputs, parameters, hooked=nodes)
+        split = SplitBackward(outputs, gradients, inputs, parameters, is_undivided=hooks.were_registered)
         del result, results, outputs
         first = split.input_gradients()
         found = (*first, *split.parameter_gradients())
+        assert hooks.were_registered is (function is hooked)
     else:
         wanted = [*inputs, *parameters]
         found = torch.autograd.grad(outputs, wanted, gradients, allow_unused=True) if wanted else ()

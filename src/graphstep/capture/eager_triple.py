@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from graphstep.capture.gradients import hooks_off, leaves_reached
-from graphstep.capture.split_backward import HookedNodes, SplitBackward
+from graphstep.capture.split_backward import SplitBackward
 from graphstep.capture.tree import flatten, unflatten
 from graphstep.capture.triple_run import WaitingRun, accumulate
 from graphstep.errors import LifecycleError
@@ -40,7 +40,6 @@ class EagerTriple:
         self._on_close, self._before_backward, self._on_wait = on_close, before_backward, on_wait
         self._is_undivided = is_undivided
         self._is_open = True
-        self._hooked = HookedNodes()
         self._inputs: dict[int, Tensor] = {}
         """By identity of the argument: a leaf with its values."""
         self._outputs: list[Tensor] = []
@@ -52,8 +51,7 @@ class EagerTriple:
         tensors, structure = flatten((arguments, dict(named)))
         self._inputs = {id(t): t.detach().requires_grad_(t.requires_grad) for t in tensors}
         own_arguments, own_named = unflatten(structure, [self._inputs[id(tensor)] for tensor in tensors])
-        with self._hooked:
-            result = self._function(*own_arguments, **own_named)
+        result = self._function(*own_arguments, **own_named)
         self._outputs, found = flatten(result)
         wanted = {id(tensor): tensor for tensor in tensors if tensor.requires_grad}
         device = self._outputs[0].device if self._outputs else None
@@ -89,7 +87,6 @@ class EagerTriple:
             [gradient for _, gradient in used],
             inputs,
             self._leaves,
-            hooked=self._hooked,
             is_undivided=self._is_undivided,
         )
         with hooks_off(self._leaves):

@@ -12,7 +12,7 @@ from graphstep.capture.gradients import Guests, hooks_off
 from graphstep.capture.graph_pair import BACKWARD_LANE, GraphPair, capture_backwards
 from graphstep.capture.observe import Observation
 from graphstep.capture.saved_tensors import CreatedStorages, with_memory_of_their_own
-from graphstep.capture.split_backward import HookedNodes, SplitBackward
+from graphstep.capture.split_backward import SplitBackward, TensorHooks
 from graphstep.engine import Recording
 from graphstep.errors import LifecycleError
 
@@ -34,7 +34,7 @@ class GraphTriple(GraphPair):
         """Parameters whose gradients are accumulated inside the recording of the weight gradients."""
         self.exposed_later: list[Tensor] = []
         """Those whose gradients are results of it."""
-        self._hooked = HookedNodes()
+        self._registers_hooks = False
         self._split: SplitBackward | None = None
 
     def _learn(self, trained: Sequence[Tensor], observation: Observation) -> None:
@@ -53,9 +53,9 @@ class GraphTriple(GraphPair):
         return any(layout.requires_grad for layout in self.signature.layouts)
 
     @property
-    def saves_by_hooks(self) -> bool:
-        """True if something takes what autograd saves, such as activation recompute."""
-        return self._observation.saves_by_hooks
+    def is_undivided(self) -> bool:
+        """True if all gradients are computed in the backward half. See :class:`SplitBackward`."""
+        return self._registers_hooks or self._observation.saves_by_hooks
 
     def has_new_hook(self) -> bool:
         """True if a parameter got a hook on its gradient, which the recording would not run."""
@@ -63,9 +63,17 @@ class GraphTriple(GraphPair):
 
     # ----- capture
 
-    def _run_forward(self) -> Any:
-        with self._hooked:
-            return super()._run_forward()
+    def warm_up(self, num_runs: int) -> None:
+        """Run both halves eagerly and learn what they use."""
+        # Here and not at the capture: a mode that is new there would have compiled functions compiled again.
+        with TensorHooks() as hooks:
+            super().warm_up(num_runs)
+        self._registers_hooks = hooks.were_registered
+
+    def warm_up_as(self, other: GraphPair) -> None:
+        """Take over what the warmup of another one of the variant has found."""
+        super().warm_up_as(other)
+        self._registers_hooks = isinstance(other, GraphTriple) and other._registers_hooks
 
     def capture_backward(self, grad_outputs: Sequence[Tensor | None]) -> None:
         """See :func:`capture_backwards`; nothing is recorded if no argument wants a gradient."""
@@ -89,8 +97,7 @@ class GraphTriple(GraphPair):
             [gradient for _, gradient in pairs],
             [tensor for tensor, is_wanted in zip(self.inputs, wants, strict=True) if is_wanted],
             leaves,
-            hooked=self._hooked,
-            is_undivided=self._observation.saves_by_hooks,
+            is_undivided=self.is_undivided,
         )
         created = CreatedStorages()
         with hooks_off(leaves), torch.autocast(self.session.device.type, enabled=False), created:
@@ -125,7 +132,6 @@ class GraphTriple(GraphPair):
             )
             self.weights = recording
         split.forget()
-        self._hooked.forget()
         super()._let_go_forward()
         if self.weights is not None:
             self.weights.release_result()

@@ -23,24 +23,17 @@ from torch.overrides import TorchFunctionMode
 from graphstep.engine import torch_private
 
 
-class HookedNodes(TorchFunctionMode):
-    """Notes, while it is active, the autograd nodes whose gradients get hooks on a tensor."""
+class TensorHooks(TorchFunctionMode):
+    """Notes, while it is active, whether a tensor that is no leaf gets a hook on its gradient."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._nodes: dict[Any, None] = {}
+        self.were_registered = False
 
     def __torch_function__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
         if func is Tensor.register_hook and args[0].grad_fn is not None:
-            self._nodes[args[0].grad_fn] = None
+            self.were_registered = True
         return func(*args, **(kwargs or {}))
-
-    def __contains__(self, node: Any) -> bool:
-        return node in self._nodes
-
-    def forget(self) -> None:
-        """Let go of the nodes."""
-        self._nodes.clear()
 
 
 @dataclass(slots=True, eq=False)
@@ -62,17 +55,16 @@ class SplitBackward:
     kept, and a gradient for each node at which a branch begins.
 
     Some parameters have their gradient computed in the first part all the same, and kept: where the branch leaves a
-    ``torch.autograd.Function`` (it computes all gradients at once), a tensor with a hook on its gradient (the hook
-    would run twice), or two places of the chain one of which lies behind the other (a weight used twice in a row).
+    ``torch.autograd.Function`` (it computes all gradients at once), or two places of the chain one of which lies behind
+    the other (a weight used twice in a row).
 
     Args:
         outputs: where the pass begins.
         gradients: theirs.
         inputs: leaves.
         parameters: leaves.
-        hooked: nodes whose gradients have hooks.
-        is_undivided: compute everything in the first part: what autograd saves cannot be read twice, or only by
-            computing it again.
+        is_undivided: compute everything in the first part: tensors have hooks on their gradients, which would run
+            twice, or what autograd saves is read by computing it again.
     """
 
     def __init__(
@@ -82,7 +74,6 @@ class SplitBackward:
         inputs: Sequence[Tensor],
         parameters: Sequence[Tensor],
         *,
-        hooked: HookedNodes | None = None,
         is_undivided: bool = False,
     ) -> None:
         self._outputs, self._gradients = list(outputs), list(gradients)
@@ -92,9 +83,7 @@ class SplitBackward:
         self._later = [
             branch
             for branch in branches
-            if not is_undivided
-            and not graph.is_in_a_row(branch)
-            and not any(_is_whole(n, hooked) for n in branch.nodes)
+            if not is_undivided and not graph.is_in_a_row(branch) and not any(map(_is_in_python, branch.nodes))
         ]
         late = {position for branch in self._later for position in branch.parameters}
         self._at_once = [position for position in range(len(self._parameters)) if position not in late]
@@ -202,8 +191,8 @@ class _Graph:
         return any(node in branch.nodes for node in _later_ones_last(starts))
 
 
-def _is_whole(node: Any, hooked: HookedNodes | None) -> bool:
-    return isinstance(node, BackwardCFunction) or (hooked is not None and node in hooked)
+def _is_in_python(node: Any) -> bool:
+    return isinstance(node, BackwardCFunction)
 
 
 def _following(node: Any) -> list[Any]:

@@ -14,7 +14,7 @@ from graphstep.capture.chain_run import ChainRun
 from graphstep.capture.gradients import Guests, hooks_off
 from graphstep.capture.graph_pair import GraphPair
 from graphstep.capture.graph_triple import GraphTriple
-from graphstep.capture.split_backward import HookedNodes, SplitBackward
+from graphstep.capture.split_backward import SplitBackward
 from graphstep.errors import LifecycleError
 
 
@@ -138,7 +138,7 @@ class _Recomputed:
     def __init__(self, triple: GraphTriple, given: Sequence[Tensor | None]) -> None:
         self._triple = triple
         repeated = dict(triple.signature.repeated)
-        with torch.enable_grad(), HookedNodes() as hooked:
+        with torch.enable_grad():
             copies = [t.detach().requires_grad_(t.requires_grad) for t in triple.inputs]
             inputs = [copies[repeated.get(position, position)] for position in range(len(copies))]
             outputs = triple.recompute(inputs)
@@ -150,8 +150,7 @@ class _Recomputed:
             [gradient for _, gradient in used],
             [inputs[place] for place in places],
             self._leaves,
-            hooked=hooked,
-            is_undivided=triple.saves_by_hooks,
+            is_undivided=triple.is_undivided,
         )
         with hooks_off(self._leaves):
             found = self._split.input_gradients()

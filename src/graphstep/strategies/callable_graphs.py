@@ -283,7 +283,7 @@ class CallableGraphs:
         if isinstance(triple, GraphTriple):
             wait = partial(self._waiting.__setitem__, scheduled)
             return EagerTriple(
-                captured.region.function, self._closed, begins, wait, is_undivided=triple.saves_by_hooks
+                captured.region.function, self._closed, begins, wait, is_undivided=triple.is_undivided
             ).start(arguments, named)
         forward = EagerForward(begins, self._closed)
         result = captured.region.function(*arguments, **named)

@@ -13,6 +13,7 @@ from tests.strategies.callables.jobs import DTYPES, HIDDEN, Block, Job, compared
 from tests.strategies.callables.pipelines import Pipeline, Rank, Small, order_of_rank
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 from graphstep.capture.plan import Phase
 from graphstep.strategies.layer_order import order_of_layers
@@ -231,13 +232,25 @@ class Tokens(nn.Module):
         return result
 
 
+class Recomputed(nn.Module):
+    """What autograd saves of its first layer is computed again in the backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(HIDDEN, HIDDEN), nn.Linear(HIDDEN, HIDDEN)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.second(checkpoint(lambda x: self.first(x).sin(), x, use_reentrant=False))
+        return result
+
+
 class Weightless(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return functional.dropout(x.sin(), 0.25)
 
 
 @pytest.mark.parametrize("accumulates", [True, False])
-@pytest.mark.parametrize("kind", [Tokens, Several, InPython, Weightless])
+@pytest.mark.parametrize("kind", [Tokens, Several, InPython, Weightless, Recomputed])
 def test_modules_of_any_kind(device: torch.device, kind: type[nn.Module], accumulates: bool) -> None:
     def script(job: Job) -> None:
         def feed() -> tuple[Tensor, ...]:
