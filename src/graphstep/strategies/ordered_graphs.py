@@ -178,7 +178,8 @@ class OrderedGraphs(CudaGraphManager):
     def not_replayed(self, calls: RegionCalls, reason: EagerReason) -> Callable[[Any], None] | None:
         """Refuse a call out of turn; any other one takes the turn of its chunk as a replay would."""
         # Of a step in training, one layer may still be in evaluation mode.
-        is_evaluation = reason is EagerReason.EVALUATION and not (torch.is_grad_enabled() and self._model.training)
+        is_training = torch.is_grad_enabled() and any(chunk.training for chunk in self._chunks)
+        is_evaluation = reason is EagerReason.EVALUATION and not is_training
         if is_evaluation or reason in _NOT_OF_THE_STEP:
             return None
         now = self._turn_of(calls.region)
