@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from types import CellType
-from typing import Any, Final
+from typing import Any, Final, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -200,11 +199,14 @@ class _Making:
                         receivers=receivers,
                         attributes={r: each.attributes for r, each in receivers.items() if each.attributes is not None},
                         num_warmup_runs=self._num_warmup_runs,
-                        through_autograd=self._shared() if accumulates else EVERY_PARAMETER,
+                        through_autograd=shared_parameters(each.modules for each in receivers)
+                        if accumulates
+                        else EVERY_PARAMETER,
                         apart={region: self._chunk_of[region] for region in receivers},
                         around=self._hooks_around,
                     )
                 )
+            settle(chains, session)
             self._settle(chains, allows_unused=allows_unused)
             if afterwards is not None:
                 afterwards()
@@ -320,15 +322,10 @@ class _Making:
                     if k[0].region is pair.region and k[0].signature is pair.signature and k[1] == chain.slot
                 )
                 by_key[key] = chain
-                pair.homes.hide_new()
-                pair.is_held()  # From now on, more holders than at this moment are callers.
                 # Losses and the like are kept for long.
                 pair.copies_results = sum(output.numel() for output in pair.outputs) <= _MAX_SMALL
-                chain.lane.add(pair)
                 if not allows_unused:
                     _refuse_unused(pair, self._asked.callables[self._callable_of[pair.region]])
-        for home in (home for chain in chains for pair in chain.pairs for home in pair.session.gradient_homes.values()):
-            home.note_holders()
         for index, key in self._keys.items():
             self.scheduled[index].chain = by_key[key]
         for each in self.scheduled:
@@ -363,6 +360,10 @@ def _modules_of(function: Any) -> list[nn.Module]:
     cells = [cell.cell_contents for cell in getattr(function, "__closure__", None) or () if _is_filled(cell)]
     owner = getattr(function, "__self__", None)
     return list(dict.fromkeys(each for each in (owner, *cells) if isinstance(each, nn.Module)))
+
+
+def _all_modules_of(function: Any) -> list[nn.Module]:
+    return list(dict.fromkeys(each for module in _modules_of(function) for each in module.modules()))
 
 
 def _is_filled(cell: CellType) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections import Counter
-from collections.abc import Callable, Container, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Final
@@ -85,14 +85,19 @@ def gradients_through_autograd(
         return frozenset(id(parameter) for parameter in model.parameters())
     inside = {id(module) for region in regions for module in region.modules}
     outside = [module for module in model.modules() if id(module) not in inside]
-    users = Counter(
-        number
-        for modules in (*(region.modules for region in regions), outside)
-        for number in {id(p) for module in modules for p in module._parameters.values() if p is not None}
-    )
-    shared = {number for number, count in users.items() if count > 1}
+    shared = shared_parameters([*(region.modules for region in regions), outside])
     reused = {id(p) for region in plan.reused for module in region.modules for p in module._parameters.values()}
     return frozenset(shared | reused)
+
+
+def shared_parameters(groups: Iterable[Iterable[nn.Module]]) -> frozenset[int]:
+    """Identities of the parameters that modules of several groups have. Submodules do not count."""
+    users = Counter(
+        number
+        for modules in groups
+        for number in {id(p) for module in modules for p in module._parameters.values() if p is not None}
+    )
+    return frozenset(number for number, count in users.items() if count > 1)
 
 
 def _is_data_parallel(model: nn.Module) -> bool:
