@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from types import CellType
-from typing import Any, Final, Unpack
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -29,9 +29,10 @@ from graphstep.strategies.callable_graphs import (
     ScheduledCallable,
 )
 from graphstep.strategies.graphed_arguments import GraphedArguments, Hooks
-from graphstep.strategies.local_capture import EVERY_PARAMETER, Order, capture_chains
+from graphstep.strategies.local_capture import EVERY_PARAMETER, Order, capture_chains, shared_parameters
 from graphstep.strategies.local_forward import InstalledForward, own_forward
 from graphstep.strategies.order_cursor import OrderCursor, Turn
+from graphstep.strategies.settled import settle, tensors_kept
 
 _MAX_SMALL: Final = 1024
 """Entries of results that callers always get as copies."""
@@ -189,7 +190,10 @@ class _Making:
             receivers = {each.captured.region: each.captured for each in self.scheduled}
             for captured in receivers.values():
                 captured.note()
-            with torch.inference_mode(False), self._tensors_kept(receivers.values()):
+            with (
+                torch.inference_mode(False),
+                tensors_kept([each.watched for each in receivers.values()], where="make_graphed_callables"),
+            ):
                 chains = capture_chains(
                     Order(
                         plan=self._observer.plan,
@@ -287,30 +291,6 @@ class _Making:
         captured.module = given if isinstance(given := self._asked.callables[index], nn.Module) else None
         return captured
 
-    def _shared(self) -> frozenset[int]:
-        """Parameters of several callables: autograd sums their parts before it accumulates."""
-        users = Counter(
-            number
-            for region in self._callable_of
-            for number in {id(p) for module in region.modules for p in module._parameters.values() if p is not None}
-        )
-        return frozenset(number for number, count in users.items() if count > 1)
-
-    @staticmethod
-    @contextmanager
-    def _tensors_kept(each: Iterable[CapturedCallable]) -> Iterator[None]:
-        """Give modules back the tensors that the body replaced, and refuse that."""
-        try:
-            yield
-        finally:
-            replaced = [name for captured in each for name in captured.watched.put_back()]
-        if replaced:
-            raise CaptureError(
-                f"each run replaces {', '.join(replaced)}; a graph works on the tensors that it has seen",
-                where="make_graphed_callables",
-                fix="write into the tensors (copy_, add_, mul_)",
-            )
-
     def _settle(self, chains: Sequence[Chain], *, allows_unused: bool) -> None:
         by_key: dict[Key, Chain] = {}
         variants = dict.fromkeys(self._keys.values())
@@ -360,10 +340,6 @@ def _modules_of(function: Any) -> list[nn.Module]:
     cells = [cell.cell_contents for cell in getattr(function, "__closure__", None) or () if _is_filled(cell)]
     owner = getattr(function, "__self__", None)
     return list(dict.fromkeys(each for each in (owner, *cells) if isinstance(each, nn.Module)))
-
-
-def _all_modules_of(function: Any) -> list[nn.Module]:
-    return list(dict.fromkeys(each for module in _modules_of(function) for each in module.modules()))
 
 
 def _is_filled(cell: CellType) -> bool:
