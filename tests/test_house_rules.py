@@ -30,7 +30,7 @@ IMPORTS_ALLOWED: dict[str, tuple[str, ...]] = {
     "config": (),
     "engine": ("config",),
     "capture": ("config", "engine"),
-    "models": ("config",),
+    "models": ("config", "engine.torch_private"),
     "moe": ("config", "models"),
     "parallel": ("config", "models"),
     "strategies": (*RECORDING, "models.segments"),

@@ -24,20 +24,25 @@ LONGER: Final = Signature.of((torch.zeros(5),), device_type="cpu")
 def observe(order: str, observer: PlanObserver | None = None) -> Plan:
     """Forwards and backwards of regions, with upper-case letters for the longer shape.
 
-    Backwards take the oldest open slot, or ``0b1`` slot 1.
+    Backwards take the oldest open slot, or ``0b1`` slot 1. Regions with weight gradients of their own (``0w``) are open
+    until those, which come in the order of the backwards.
     """
     observer = observer or PlanObserver()
     open_keys: dict[tuple[str, bool], list[Key]] = {}
+    delayed: dict[str, list[Key]] = {word[0]: [] for word in order.split() if word[1] == "w"}
     for word in order.split():
         index, phase, slot = word[0], word[1], word[2:]
         waiting = open_keys.setdefault((index, phase.isupper()), [])
         if phase in "fF":
             signature = LONGER if phase == "F" else SIGNATURE
             waiting.append(observer.forward(R[int(index)], signature, [torch.zeros(2)]))
+        elif phase == "w":
+            observer.weight_gradients(*delayed[index].pop(0))
         else:
             taken = next(key for key in waiting if not slot or key[1] == int(slot))
             waiting.remove(taken)
-            observer.backward(*taken)
+            observer.backward(*taken, is_last=index not in delayed)
+            delayed.get(index, []).append(taken)
     return observer.plan
 
 

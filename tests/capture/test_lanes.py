@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.capture.plans import event, observe, variant
+from tests.capture.plans import R, event, observe, variant
 
-from graphstep.capture.lanes import Lane, Lanes, Span, lane_groups
+from graphstep.capture.lanes import Lane, Lanes, Span, delayed_lanes, lane_groups
 from graphstep.capture.plan import Key, Phase, Plan
 
 
@@ -224,3 +225,104 @@ def test_what_may_run_overwrites_nothing_in_flight(toggled: list[str], replayed:
             assert not written[key] & {saved[other] for other in same}
             in_use.add(key)
         captured.run(word)
+
+
+# Weight gradients with turns of their own.
+
+
+@pytest.mark.parametrize(
+    ("order", "num_groups"),
+    [
+        ("0f 1f 1b 0b 1w 0w", 1),
+        ("0f 1f 1b 1w 0b 0w", 1),
+        ("0f 1f 1b 0b 0w 1w", 2),  # What 1 has saved stays longer than what 0 has.
+        ("0f 0b 1f 1b 0w 1w", 2),
+        ("0f 1f 1b 0b 0w", 1),
+    ],
+)
+def test_memory_of_a_forward_is_free_after_its_weight_gradients(order: str, num_groups: int) -> None:
+    assert set(lane_groups(observe(order)).values()) == set(range(num_groups))
+
+
+@pytest.mark.parametrize(
+    ("order", "num_lanes"),
+    [
+        ("0f 0b 0w", 1),
+        ("0f 1f 1b 0b 1w 0w", 1),
+        ("0f 0f 0b 0b 0w 0w", 2),  # One for each slot.
+        ("0f 1f 1b 0b 0w 1w", 2),  # One for each group.
+        (
+            "0f 1f 1b 1w 0b 0w 0f 1f 1b 0b 1w 0w",
+            2,
+        ),  # Later in the step, 0 comes between the backward of 1 and the rest.
+        ("0f 0b", 0),
+    ],
+)
+def test_what_a_backward_leaves_for_the_weight_gradients_is_shared_where_nothing_comes_between(
+    order: str, num_lanes: int
+) -> None:
+    plan = observe(order)
+    assert len(set(delayed_lanes(plan, lane_groups(plan)).values())) == num_lanes
+
+
+@st.composite
+def orders(draw: st.DrawFn) -> str:
+    """Forwards, backwards and weight gradients of three regions, two of which compute the latter apart."""
+    counts = {(index, phase): 0 for index in "012" for phase in "fbw"}
+    found = []
+
+    def add(index: str, phase: str) -> None:
+        before = {"b": "f", "w": "b"}.get(phase)
+        if (index != "2" or phase != "w") and (before is None or counts[index, phase] < counts[index, before]):
+            counts[index, phase] += 1
+            found.append(index + phase)
+
+    for index, phase in draw(st.lists(st.tuples(st.sampled_from("012"), st.sampled_from("ffbbww")), max_size=24)):
+        add(index, phase)
+    for phase in "bw":
+        for _ in range(len(found)):
+            for index in "012":
+                add(index, phase)
+    return " ".join(found)
+
+
+@given(orders())
+def test_a_step_with_weight_gradients_overwrites_nothing_that_is_still_to_be_read(order: str) -> None:
+    """A model of the pool: forward and backward halves take scratch, and memory until the last of them has run."""
+    plan = observe(order)
+    groups = lane_groups(plan, {R[index]: index for index in range(3)})
+    delayed = delayed_lanes(plan, groups)
+    last_phase = plan.last_phase()
+    taken: dict[Hashable, set[int]] = {}
+    kept: dict[tuple[Key, Phase], int] = {}
+    written: dict[tuple[Key, Phase], set[int]] = {}
+
+    def lane(key: Key, phase: Phase) -> Hashable:
+        if phase is Phase.FORWARD:
+            return "forward", groups[key[0]], key[1]
+        return delayed.get(key) if phase is Phase.BACKWARD else None
+
+    def let_go(blocks: dict[Hashable, set[int]], key: Key) -> None:
+        for phase in (Phase.FORWARD, Phase.BACKWARD):
+            if (key, phase) in kept:
+                blocks[lane(key, phase)].discard(kept[key, phase])
+
+    for each in plan.first_events():
+        key = each.variant, each.slot
+        where = lane(key, each.phase)
+        if where is not None:
+            busy = taken.setdefault(where, set())
+            scratch, kept[key, each.phase] = [block for block in range(40) if block not in busy][:2]
+            busy.add(kept[key, each.phase])
+            written[key, each.phase] = {scratch, kept[key, each.phase]}
+        if each.phase is last_phase[key]:
+            let_go(taken, key)
+    in_use: dict[Hashable, set[int]] = {}
+    for each in plan.events * 2:
+        key = each.variant, each.slot
+        where = lane(key, each.phase)
+        if where is not None:
+            assert not written[key, each.phase] & in_use.setdefault(where, set())
+            in_use[where].add(kept[key, each.phase])
+        if each.phase is last_phase[key]:
+            let_go(in_use, key)

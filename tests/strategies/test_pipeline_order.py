@@ -1,71 +1,18 @@
-"""In which order the forwards and backwards of a pipeline rank run, and which orders are refused."""
+"""In which order the forwards and backwards of a pipeline rank run, and which sizes are refused."""
 
 from __future__ import annotations
 
-import pickle
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import pytest
 from hypothesis import example, given
-from hypothesis import strategies as st
+from tests.strategies.orders import Pipeline, codes, entries, pipelines
 
+from graphstep.capture.plan import Phase
 from graphstep.errors import ConfigError
-from graphstep.strategies.pipeline_order import (
-    OrderStep,
-    Phase,
-    expanded,
-    max_in_flight,
-    num_warmup_forwards,
-    order_of,
-    pipeline_order,
-    schedule_table,
-    steps_of,
-)
-
-
-class Pipeline(NamedTuple):
-    """Sizes that `pipeline_order` accepts."""
-
-    size: int
-    num_chunks: int
-    group_size: int
-    num_microbatches: int
-
-    def order(self, rank: int, num_microbatches: int | None = None) -> tuple[int, ...]:
-        return pipeline_order(
-            num_microbatches or self.num_microbatches,
-            pipeline_size=self.size,
-            pipeline_rank=rank,
-            num_model_chunks=self.num_chunks,
-            microbatch_group_size=self.group_size,
-        )
-
-    def steps(self, rank: int, num_microbatches: int | None = None) -> tuple[OrderStep, ...]:
-        return steps_of(self.order(rank, num_microbatches), num_chunks=self.num_chunks)
-
-
-@st.composite
-def pipelines(draw: st.DrawFn) -> Pipeline:
-    size = draw(st.sampled_from([1, 2, 4, 8]))
-    num_chunks = draw(st.sampled_from([1, 2, 4]))
-    group_size = draw(st.integers(size, 2 * size + 1))
-    num_left = draw(st.sampled_from([0, *range(size, group_size)]))
-    num_groups = draw(st.integers(0 if num_left else 1, 4))
-    return Pipeline(size, num_chunks, group_size, num_groups * group_size + num_left)
-
-
-def codes(call: Callable[..., object], *args: Any, **kwargs: Any) -> list[str]:
-    """The codes of what is refused, in order."""
-    with pytest.raises(ConfigError) as caught:
-        call(*args, **kwargs)
-    return [problem.code for problem in caught.value.problems]
-
-
-def entries(text: str) -> tuple[float, ...]:
-    return tuple(float(word) for word in text.split())
-
+from graphstep.strategies.order_steps import OrderStep, max_in_flight, steps_of
+from graphstep.strategies.pipeline_order import num_warmup_forwards, order_of, pipeline_order, schedule_table
 
 # The table, the number of warmup forwards, and the order.
 
@@ -258,134 +205,6 @@ def test_simulated_ranks_do_wait_forever_for_a_shorter_last_group_that_is_refuse
     assert codes(pipeline.order, 0) == ["pipeline-microbatches"]
 
 
-# Reading an order.
-
-
-def test_steps_count_chunks_and_microbatches_from_zero_and_phases_apart() -> None:
-    assert steps_of([1, 2, 1, -2, -1, 2, -2, -1.0], num_chunks=2) == (
-        OrderStep(0, 0, Phase.FORWARD),
-        OrderStep(1, 0, Phase.FORWARD),
-        OrderStep(0, 1, Phase.FORWARD),
-        OrderStep(1, 0, Phase.BACKWARD),
-        OrderStep(0, 0, Phase.BACKWARD),
-        OrderStep(1, 1, Phase.FORWARD),
-        OrderStep(1, 1, Phase.BACKWARD),
-        OrderStep(0, 1, Phase.BACKWARD),
-    )
-
-
-def test_an_entry_half_below_a_backward_is_its_weight_gradients() -> None:
-    steps = steps_of([1, 2, -2, -2.5, -1, -1.5], num_chunks=2)
-    assert steps[3] == OrderStep(1, 0, Phase.WEIGHT_GRADIENT)
-    assert steps[5] == OrderStep(0, 0, Phase.WEIGHT_GRADIENT)
-
-
-def test_steps_read_as_words() -> None:
-    texts = [str(OrderStep(1, 3, phase)) for phase in Phase]
-    assert texts == [
-        "forward of chunk 1, microbatch 3",
-        "backward of chunk 1, microbatch 3",
-        "weight gradients of chunk 1, microbatch 3",
-    ]
-
-
-def test_a_microbatch_is_in_flight_until_its_weight_gradients_where_it_has_them() -> None:
-    together = steps_of([1, -1, 1, -1], num_chunks=1)
-    apart = steps_of([1, -1, 1, -1.5, -1, -1.5], num_chunks=1)
-    assert (max_in_flight(together), max_in_flight(apart)) == ({0: 1}, {0: 2})
-
-
-@pytest.mark.parametrize(
-    ("order", "expected"),
-    [
-        ([], ["order-empty"]),
-        ([1, -1, 2, -2, 0], ["order-zero"]),
-        ([1, -1, 2, -2, -0.5], ["order-zero"]),
-        ([1, -1, 2, -2, True], ["order-entry"]),
-        ([1, -1, 2, -2, 1.5], ["order-entry"]),
-        ([1, -1, 2, -2, -1.25], ["order-entry"]),
-        ([1, -1, 2, -2, float("nan")], ["order-entry"]),
-        ([1, -1, 2, -2, float("-inf")], ["order-entry"]),
-        ([1, -1, 2, -2, "1"], ["order-entry"]),
-        ([1, -1, 2, -2, None], ["order-entry"]),
-        ([1, -1, 2, -2, 3, -3, -3.5, 10**400], ["order-unknown-chunk"] * 4),
-        ([1, -1, -1, 2, -2], ["order-unbalanced"]),
-        ([1, 1, -1, 2, 2, -2], ["order-unbalanced", "order-unbalanced"]),
-        ([1, -1, -1.5, 2, -2], ["order-unbalanced"]),
-        ([1, -1, 2, -2, 1, -1], ["order-not-whole-microbatches"]),
-        ([1, -1], ["order-not-whole-microbatches"]),
-        ([-1, 1, 2, -2], ["order-backward-before-forward"]),
-        ([1, -1.5, -1, 2, -2, -2.5], ["order-weight-gradient-early"]),
-        ([-1.5, -1, 1, 2, -2, -2.5], ["order-backward-before-forward", "order-weight-gradient-early"]),
-    ],
-    ids=lambda value: str(value) if len(str(value)) < 40 else "huge",
-)
-def test_orders_that_cannot_run_are_refused_with_a_code(order: list[Any], expected: list[str]) -> None:
-    assert codes(steps_of, order, num_chunks=2) == expected
-
-
-def test_all_problems_of_an_order_are_told_at_once_each_with_its_position() -> None:
-    with pytest.raises(ConfigError) as caught:
-        steps_of([1, 0, -2, 2, 9, -1, 1.25, -2.5], num_chunks=2, names="order of stage 3")
-    found = [(problem.code, problem.where) for problem in caught.value.problems]
-    assert found == [
-        ("order-zero", "order of stage 3[1]"),
-        ("order-unknown-chunk", "order of stage 3[4]"),
-        ("order-entry", "order of stage 3[6]"),
-        ("order-unbalanced", "order of stage 3"),
-        ("order-backward-before-forward", "order of stage 3[2]"),
-    ]
-    assert all(problem.fix for problem in caught.value.problems)
-    assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
-
-
-def test_a_message_says_what_was_expected_what_was_found_where_and_what_to_do() -> None:
-    with pytest.raises(ConfigError) as caught:
-        steps_of([1, -1, -1, 1, 1, -1], num_chunks=1)
-    assert str(caught.value) == (
-        "backward of chunk 0, microbatch 1 comes after its forward at position 3, got it at position 2\n"
-        "  where: _order[2]\n"
-        "  fix:   move the forward ahead, or the backward back"
-    )
-
-
-def test_counts_name_each_kind_and_chunk() -> None:
-    with pytest.raises(ConfigError) as caught:
-        steps_of([1, 1, -1, -1, -1.5, 2, -2], num_chunks=2)
-    texts = [problem.what for problem in caught.value.problems]
-    assert [text.partition(", got ")[2] for text in texts] == [
-        "for chunk 0 forward: 2, backward: 2, weight gradients: 1",
-        "for chunk 1 forward: 1, backward: 1, weight gradients: 0",
-        "numbers of forwards chunk 0: 2, chunk 1: 1",
-    ]
-
-
-@given(st.lists(st.sampled_from([-2.5, -2, -1.5, -1, 1, 2]), min_size=1, max_size=8))
-def test_what_is_read_gives_the_same_entries_again_and_all_else_is_refused(order: list[float]) -> None:
-    signs = {Phase.FORWARD: (1, 0), Phase.BACKWARD: (-1, 0), Phase.WEIGHT_GRADIENT: (-1, -0.5)}
-    counts = Counter(order)
-    nums = {counts[1], counts[2], counts[-1], counts[-2]}
-    weights = {counts[-1.5], counts[-2.5]}
-
-    def is_behind(later: float, earlier: float) -> bool:
-        pairs = ((position, order[: position + 1]) for position, entry in enumerate(order) if entry in (later, earlier))
-        return all(entries.count(later) <= entries.count(earlier) for _, entries in pairs)
-
-    is_valid = (
-        len(nums) == 1
-        and weights in ({0}, nums)
-        and all(is_behind(-chunk, chunk) and is_behind(-chunk - 0.5, -chunk) for chunk in (1, 2))
-    )
-    try:
-        steps = steps_of(order, num_chunks=2)
-    except ConfigError:
-        assert not is_valid
-    else:
-        assert is_valid
-        again = [signs[step.phase][0] * (step.chunk + 1) + signs[step.phase][1] for step in steps]
-        assert again == order
-
-
 # What is refused before there is an order.
 
 
@@ -448,65 +267,3 @@ def test_a_table_of_other_chunks_is_refused() -> None:
         "order-not-whole-microbatches",
     ]
     assert codes(order_of, [], 0, 1) == ["order-empty"]
-
-
-# One id for each layer.
-
-
-def test_layers_of_a_backward_lie_between_those_of_the_next_forward() -> None:
-    assert expanded(pipeline_order(2), [3]) == entries("1 2 3  1 -3 2 -2 3 -1  -3 -2 -1")
-
-
-def test_weight_gradients_are_a_layer_behind_in_a_pair_and_next_to_their_backward_alone() -> None:
-    expected = entries("1 2 3  1 -3 2 -2 -3.5 3 -1 -2.5 -1.5  -3 -3.5 -2 -2.5 -1 -1.5")
-    assert expanded(pipeline_order(2), [3], delays_weight_gradients=True) == expected
-
-
-def test_what_one_of_a_pair_has_more_of_follows() -> None:
-    order = pipeline_order(2, num_model_chunks=2)
-    assert order == (1, 2, -2, 1, -1, 2, -2, -1)
-    assert expanded(order, [1, 3]) == entries("1  2 3 4  1 -4 -3 -2  2 -1 3 4  -4 -3 -2  -1")
-    delayed = entries("1  2 3 4  1 -4 -3 -4.5 -2 -3.5 -2.5  2 -1 3 4 -1.5  -4 -4.5 -3 -3.5 -2 -2.5  -1 -1.5")
-    assert expanded(order, [1, 3], delays_weight_gradients=True) == delayed
-
-
-def test_a_chunk_without_layers_has_no_entries() -> None:
-    assert expanded(pipeline_order(2, num_model_chunks=2), [0, 1]) == entries("1 -1 1 -1")
-
-
-def test_first_layers_of_an_overlapped_order_have_one_more_microbatch_in_flight() -> None:
-    order = pipeline_order(8, pipeline_size=4, pipeline_rank=1)
-    layers = steps_of(expanded(order, [2]), num_chunks=2)
-    assert max_in_flight(steps_of(order, num_chunks=1)) == {0: 3}
-    assert max_in_flight(layers) == {0: 4, 1: 3}
-
-
-@given(pipelines(), st.lists(st.integers(0, 4), min_size=4, max_size=4), st.booleans())
-def test_layers_run_once_for_each_microbatch_in_an_order_that_can_run(
-    pipeline: Pipeline, num_layers: list[int], is_delayed: bool
-) -> None:
-    layers_per_chunk = [1 + num_layers[0], *num_layers[1 : pipeline.num_chunks]]
-    for rank in {0, pipeline.size // 2, pipeline.size - 1}:
-        order = expanded(pipeline.order(rank), layers_per_chunk, delays_weight_gradients=is_delayed)
-        steps = steps_of(order, num_chunks=sum(layers_per_chunk))
-        assert len(set(steps)) == len(steps)
-        num_phases = 3 if is_delayed else 2
-        assert len(steps) == num_phases * sum(layers_per_chunk) * pipeline.num_microbatches
-        place = {step: index for index, step in enumerate(steps)}
-        first = 0
-        for num in layers_per_chunk:
-            for layer in range(first, first + num - 1):
-                for microbatch in range(pipeline.num_microbatches):
-                    here, above = (
-                        {phase: place.get(OrderStep(each, microbatch, phase)) for phase in Phase}
-                        for each in (layer, layer + 1)
-                    )
-                    assert here[Phase.FORWARD] < above[Phase.FORWARD] < above[Phase.BACKWARD] < here[Phase.BACKWARD]
-            first += num
-
-
-def test_layers_that_are_no_numbers_and_orders_with_weight_gradients_are_refused() -> None:
-    assert codes(expanded, [1, -1], [-1]) == ["pipeline-size"]
-    assert codes(expanded, [1, -1], [0]) == codes(expanded, [1, -1], []) == ["order-no-layers"]
-    assert codes(expanded, [1, -1, -1.5], [2]) == ["order-weight-gradients-twice"]
-    assert codes(expanded, [1, 2, -1], [2, True]) == ["pipeline-size", "order-unbalanced"]

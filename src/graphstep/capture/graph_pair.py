@@ -31,7 +31,7 @@ from graphstep.capture.saved_tensors import (
 )
 from graphstep.capture.session import GraphSession
 from graphstep.capture.signature import Signature
-from graphstep.capture.static_inputs import refresh, static_like
+from graphstep.capture.static_inputs import refresh, refresh_gradients, static_like
 from graphstep.capture.tree import flatten, unflatten
 from graphstep.capture.warmup import warm_up
 from graphstep.engine import Recording, torch_private
@@ -39,6 +39,8 @@ from graphstep.errors import CaptureError, LifecycleError
 
 _hooks_of: Final = attrgetter("_backward_hooks")
 _version_of: Final = attrgetter("_version")
+BACKWARD_LANE: Final = "backward"
+"""Memory of backward halves, all of it free after each replay but for what the next of the chain reads."""
 
 
 class GraphPair:
@@ -78,7 +80,7 @@ class GraphPair:
         chained: Mapping[int, tuple[GraphPair, int]] | None = None,
         through_autograd: Container[int] = frozenset(),
         lane: Hashable = 0,
-        backward_lane: Hashable = "backward",
+        backward_lane: Hashable = BACKWARD_LANE,
         poisons: bool = False,
     ) -> None:
         self.region = region
@@ -358,16 +360,7 @@ class GraphPair:
             gradients: what autograd gives, each or ``None``.
             is_chained: the next pair of the chain has just left its gradients in place; others are added to them.
         """
-        for static, given in zip(self.grad_outputs, gradients, strict=True):
-            if static is None:
-                continue
-            if given is None:
-                if not is_chained:
-                    static.zero_()
-            elif is_chained:
-                static.add_(given)
-            elif static.data_ptr() != given.data_ptr() or static.stride() != given.stride():
-                static.copy_(given)
+        refresh_gradients(self.grad_outputs, gradients, adds=is_chained)
 
     @property
     def landmark(self) -> Tensor | None:
@@ -390,10 +383,13 @@ class GraphPair:
         if self.backward is not None:
             self.backward.replay()
             self.stats.num_launches += 1
+        self._have_accumulated(self.accumulated, guests)
+
+    def _have_accumulated(self, parameters: Sequence[Tensor], guests: Guests) -> None:
         if guests:
             self.homes.hand_out(guests)
-        if torch_private.any_post_accumulate_hooks(self.accumulated):
-            for parameter in self.accumulated:
+        if torch_private.any_post_accumulate_hooks(parameters):
+            for parameter in parameters:
                 # One that moves `.grad` to `main_grad` finds None there: the recording added to `main_grad` itself.
                 for hook in torch_private.post_accumulate_hooks(parameter):
                     hook(parameter)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Protocol
 
 from graphstep.capture.holders import Holders
-from graphstep.capture.plan import Event, Phase, Plan, Variant
+from graphstep.capture.plan import Event, Key, Phase, Plan, Variant
 from graphstep.capture.region import Region
 
 
@@ -139,25 +139,58 @@ def _allows_all(plan: Plan, groups: Mapping[Variant, int]) -> bool:
     for position, event in enumerate(plan.first_events()):
         positions.setdefault((event.variant, event.slot), []).append(position)
     lanes, spans = Lanes(), dict[tuple[Variant, int], Span]()
+    last_phase = plan.last_phase()
     for event in plan.events:
         key = event.variant, event.slot
         lane = lanes.of(groups[event.variant], event.slot)
-        if event.phase is Phase.BACKWARD:
+        if event.phase is last_phase.get(key):
             lane.leave(spans.pop(key))
-        elif not lane.allows(positions[key][0]):
-            return False
-        else:
-            spans[key] = Span(*positions[key])
+        elif event.phase is Phase.FORWARD:
+            if not lane.allows(positions[key][0]):
+                return False
+            spans[key] = Span(positions[key][0], positions[key][-1])
             lane.enter(spans[key])
     return True
+
+
+def delayed_lanes(plan: Plan, groups: Mapping[Variant, int]) -> dict[Key, Hashable]:
+    """For each variant and slot with weight gradients of its own: the memory of its backward half.
+
+    What that half leaves for the weight gradients has to stay until they are computed. Halves of one slot share memory
+    if, whenever one of them runs, all others of them that wait for their weight gradients did so when it was captured.
+    """
+    positions: dict[tuple[Key, Phase], int] = {}
+    for position, event in enumerate(plan.first_events()):
+        positions[(event.variant, event.slot), event.phase] = position
+    delayed = plan.delayed()
+    waiting: dict[tuple[int, int], list[Span]] = {}
+    spans: dict[Key, Span] = {}
+    alone: set[tuple[int, int]] = set()
+    for event in plan.events:
+        key = event.variant, event.slot
+        place = groups[event.variant], event.slot
+        if event.phase is Phase.BACKWARD and key in delayed:
+            span = spans[key] = Span(positions[key, Phase.BACKWARD], positions[key, Phase.WEIGHT_GRADIENT])
+            others = waiting.setdefault(place, [])
+            if not all(other.forward_position < span.forward_position < other.backward_position for other in others):
+                alone.add(place)
+            others.append(span)
+        elif event.phase is Phase.WEIGHT_GRADIENT:
+            waiting[place].remove(spans.pop(key))
+    found: dict[Key, Hashable] = {}
+    for number, key in enumerate(delayed):
+        place = groups[key[0]], key[1]
+        found[key] = ("delayed", place, number) if place in alone else ("delayed", place)
+    return found
 
 
 def _nested_groups(plan: Plan) -> dict[Variant, int]:
     variants = list(dict.fromkeys(event.variant for event in plan.events))
     groups: list[set[Variant]] = []
+    last_phase = plan.last_phase()
     for variant in variants:
         for group in groups:
-            if _is_nested(plan.events, group | {variant}):
+            if _is_nested(plan.events, last_phase, group | {variant}):
                 group.add(variant)
                 break
         else:
@@ -165,7 +198,7 @@ def _nested_groups(plan: Plan) -> dict[Variant, int]:
     return {variant: number for number, group in enumerate(groups) for variant in group}
 
 
-def _is_nested(events: Iterable[Event], variants: set[Variant]) -> bool:
+def _is_nested(events: Iterable[Event], last_phase: Mapping[Key, Phase], variants: set[Variant]) -> bool:
     waiting: dict[int, list[Variant]] = {}
     for event in events:
         if event.variant not in variants:
@@ -173,7 +206,7 @@ def _is_nested(events: Iterable[Event], variants: set[Variant]) -> bool:
         stack = waiting.setdefault(event.slot, [])
         if event.phase is Phase.FORWARD:
             stack.append(event.variant)
-        elif not stack or stack.pop() is not event.variant:
+        elif event.phase is last_phase[event.variant, event.slot] and (not stack or stack.pop() is not event.variant):
             return False
     return True
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import weakref
-from collections.abc import Collection, Iterable, KeysView, Sequence
+from collections.abc import Collection, Iterable, KeysView, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -14,10 +14,14 @@ from graphstep.capture.signature import Signature
 
 
 class Phase(enum.Enum):
-    """Which half of a graph pair runs."""
+    """What runs of a graph pair, or of a model chunk."""
 
     FORWARD = "forward"
+    """Computes the outputs, and keeps what the backward needs."""
     BACKWARD = "backward"
+    """Computes the gradients of the inputs, and those of the weights unless they are computed apart."""
+    WEIGHT_GRADIENT = "weight gradients"
+    """Computes the gradients of the weights, some time after the backward."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -95,6 +99,16 @@ class Plan:
         keys = ((event.variant, event.slot) for event in self.events if event.phase is Phase.BACKWARD)
         return dict.fromkeys(keys).keys()
 
+    def delayed(self) -> KeysView[Key]:
+        """Variants and slots whose weight gradients are computed apart from their backward, in that order."""
+        keys = ((event.variant, event.slot) for event in self.events if event.phase is Phase.WEIGHT_GRADIENT)
+        return dict.fromkeys(keys).keys()
+
+    def last_phase(self) -> Mapping[Key, Phase]:
+        """For each variant and slot what frees its memory."""
+        delayed = self.delayed()
+        return {key: Phase.WEIGHT_GRADIENT if key in delayed else Phase.BACKWARD for key in self.trained()}
+
     def only(self, variants: Collection[Variant]) -> Plan:
         """The part of the plan that is about some variants."""
         trained = self.trained()
@@ -152,17 +166,26 @@ class PlanObserver:
         for index, tensor in enumerate(outputs):
             self._origins[id(tensor)] = (weakref.ref(tensor), Origin(variant, slot, index))
 
-    def backward(self, variant: Variant, slot: int, backward_pass: int | None = None) -> None:
-        """Note that the backward of a variant begins, in which backward pass of autograd."""
+    def backward(self, variant: Variant, slot: int, backward_pass: int | None = None, *, is_last: bool = True) -> None:
+        """Note that the backward of a variant begins, in which backward pass of autograd.
+
+        ``is_last``: no weight gradients come later.
+        """
         busy = self._in_flight.get(variant, set())
         if slot in busy:
-            busy.discard(slot)
+            if is_last:
+                busy.discard(slot)
             region = variant.region
             self.plan.events.append(Event(variant, slot, Phase.BACKWARD))
             if backward_pass is not None and self._last_pass.get(region) == backward_pass:
                 self.plan.reused.add(region)
             if backward_pass is not None:
                 self._last_pass[region] = backward_pass
+
+    def weight_gradients(self, variant: Variant, slot: int) -> None:
+        """Note that the weight gradients of a variant are computed, after its backward."""
+        self._in_flight.get(variant, set()).discard(slot)
+        self.plan.events.append(Event(variant, slot, Phase.WEIGHT_GRADIENT))
 
     def dropped(self, variant: Variant, slot: int) -> None:
         """Note that no backward will come for a forward: its result is gone. It is no part of the plan."""

@@ -58,6 +58,20 @@ def refresh(target: Tensor, source: Tensor) -> None:
     target.copy_(source, non_blocking=True)
 
 
+def refresh_gradients(targets: Sequence[Tensor | None], gradients: Sequence[Tensor | None], *, adds: bool) -> None:
+    """Copy gradients into the static ones, zeros where there is none; or add them to what is there."""
+    for static, given in zip(targets, gradients, strict=True):
+        if static is None:
+            continue
+        if given is None:
+            if not adds:
+                static.zero_()
+        elif adds:
+            static.add_(given)
+        elif static.data_ptr() != given.data_ptr() or static.stride() != given.stride():
+            static.copy_(given)
+
+
 def own_entries(tensor: Tensor) -> Tensor:
     """The entries that have memory of their own: expanded dimensions are cut to one."""
     for dimension, stride in enumerate(tensor.stride()):

@@ -12,6 +12,7 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -271,17 +272,21 @@ def capture_is_under_way() -> bool:
 
 
 def gradients(
-    outputs: Sequence[Tensor], inputs: Sequence[Tensor], grad_outputs: Sequence[Tensor]
+    outputs: Sequence[Tensor] | Sequence[GradientEdge],
+    inputs: Sequence[Tensor],
+    grad_outputs: Sequence[Tensor],
+    *,
+    keep_graph: bool = False,
 ) -> tuple[Tensor | None, ...]:
-    """``torch.autograd.grad(outputs, inputs, grad_outputs, allow_unused=True)``.
+    """``torch.autograd.grad(outputs, inputs, grad_outputs, retain_graph=keep_graph, allow_unused=True)``.
 
     That function imports a symbolic-algebra package (seconds) to compare shapes, which here are known to be equal.
     """
     run = getattr(torch.autograd.graph, "_engine_run_backward", None)
     if run is None or not inputs:
-        return torch.autograd.grad(outputs, inputs, grad_outputs, allow_unused=True)
+        return torch.autograd.grad(outputs, inputs, grad_outputs, retain_graph=keep_graph, allow_unused=True)
     found: tuple[Tensor | None, ...] = run(
-        tuple(outputs), tuple(grad_outputs), False, False, tuple(inputs), True, accumulate_grad=False
+        tuple(outputs), tuple(grad_outputs), keep_graph, False, tuple(inputs), True, accumulate_grad=False
     )
     return found
 
@@ -314,3 +319,51 @@ def node_number(node: Any) -> int | None:
 def data_parallel_is_active() -> bool:
     """True inside the forward of a module that is wrapped in DistributedDataParallel."""
     return getattr(DistributedDataParallel, "_active_ddp_module", None) is not None
+
+
+def has_fp8_matmul(device: torch.device) -> bool:
+    """Whether torch multiplies fp8 matrices on this device by itself. On the CPU it does so in wider numbers."""
+    if not hasattr(torch, "_scaled_mm"):
+        return False
+    # AMD's devices have formats of their own.
+    return device.type == "cpu" or (
+        device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 9)
+    )
+
+
+def fp8_matmul(
+    left: Tensor,
+    right: Tensor,
+    inverse_left: Tensor,
+    inverse_right: Tensor,
+    *,
+    dtype: torch.dtype,
+    is_fast: bool = False,
+) -> Tensor:
+    """``(left * inverse_left) @ (right * inverse_right).T`` in ``dtype``, for fp8 matrices.
+
+    Where the device has no such product they are multiplied as float32 numbers.
+
+    Args:
+        left: [M, K], contiguous; K is a multiple of 16.
+        right: [N, K], contiguous; N is a multiple of 16.
+        inverse_left: float32 scalar: what one means.
+        inverse_right: likewise.
+        dtype: of the result.
+        is_fast: may sum less precisely, where the device knows a faster way.
+    """
+    has_kernel = has_fp8_matmul(left.device)
+
+    def product() -> Tensor:
+        if not has_kernel:
+            return ((left.float() * inverse_left) @ (right.float() * inverse_right).t()).to(dtype)
+        found: Tensor = torch._scaled_mm(
+            left, right.t(), scale_a=inverse_left, scale_b=inverse_right, out_dtype=dtype, use_fast_accum=is_fast
+        )
+        return found
+
+    if has_kernel and left.device.type == "cuda":
+        return product()
+    # The operations that it is made of elsewhere would be cast to the numbers of autocast.
+    with torch.autocast(left.device.type, enabled=False):
+        return product()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from graphstep.models.attention import Attention, causal_attention
+from graphstep.models.delayed_scaling import DelayedScaling
 from graphstep.models.embedding import Embedding
+from graphstep.models.float8_linear import Float8Linear, float8_layers, mark_first_microbatch, reduce_amax
 from graphstep.models.gpt import GPTModel
 from graphstep.models.head import OutputHead, token_cross_entropy
 from graphstep.models.initialization import Initializable, WeightInitializer, initialize_weights
@@ -17,7 +19,9 @@ from graphstep.models.segments import Segment, SegmentedModule
 __all__ = [
     "MLP",
     "Attention",
+    "DelayedScaling",
     "Embedding",
+    "Float8Linear",
     "GPTModel",
     "Initializable",
     "LayerNorm",
@@ -32,7 +36,10 @@ __all__ = [
     "apply_rotary",
     "build_norm",
     "causal_attention",
+    "float8_layers",
     "initialize_weights",
+    "mark_first_microbatch",
+    "reduce_amax",
     "rotary_channels",
     "swiglu",
     "token_cross_entropy",

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -14,21 +14,38 @@ from torch import Tensor, nn
 from graphstep.capture.attributes import Attributes
 from graphstep.capture.chain import Chain
 from graphstep.capture.chain_run import ChainRun
+from graphstep.capture.eager_triple import EagerTriple
+from graphstep.capture.graph_pair import GraphPair
+from graphstep.capture.graph_triple import GraphTriple
 from graphstep.capture.manifest import Watched, verify
 from graphstep.capture.pending import Pending
+from graphstep.capture.plan import Phase
 from graphstep.capture.reasons import EagerReason
 from graphstep.capture.region import Region
 from graphstep.capture.report import CaptureReport, RegionStats
 from graphstep.capture.session import GraphSession
-from graphstep.capture.signature import Signature, TensorLayout, ambient_key, repeated_in
-from graphstep.capture.tree import flatten, tensor_paths
+from graphstep.capture.signature import Signature, ambient_key, repeated_in
+from graphstep.capture.tree import flatten
+from graphstep.capture.triple_run import TripleRun, WaitingRun
 from graphstep.errors import InputMismatchError, LifecycleError, PlanError
+from graphstep.strategies.callable_checks import named_differences
+from graphstep.strategies.eager_forward import EagerForward
 from graphstep.strategies.local_calls import never_replayed
 from graphstep.strategies.order_cursor import OrderCursor, Turn
 
+_IN_TURN: Final = frozenset(
+    {
+        EagerReason.RESULT_HELD,
+        EagerReason.CHANGED_ATTRIBUTE,
+        EagerReason.NEW_HOOK,
+        EagerReason.OTHER_SIGNATURE,
+    }
+)
+"""Reasons for which a training call of the step runs eagerly in its turn."""
+
 
 @dataclass(slots=True, eq=False)
-class Captured:
+class CapturedCallable:
     """One callable, with what its graphs depend on."""
 
     region: Region
@@ -63,13 +80,15 @@ class Captured:
 
 
 @dataclass(slots=True, eq=False)
-class Place:
+class ScheduledCallable:
     """One callable for one microbatch."""
 
-    captured: Captured
+    captured: CapturedCallable
     signature: Signature
     forward: Turn
     backward: Turn
+    weight_gradients: Turn | None = None
+    """``None`` if they are computed in the backward."""
     chain: Chain | None = None
     keywords: Mapping[str, int] = field(default_factory=dict)
     """Names of keyword arguments, each with its place in the sample."""
@@ -89,7 +108,9 @@ class CallableGraphs:
         self.cursor: OrderCursor | None = None
         """The order of a step; ``None`` if any order will do that keeps what is in flight."""
         self._num_open = 0
-        """Forwards whose backward may still come."""
+        """Forwards whose backward or weight gradients may still come."""
+        self._waiting: dict[ScheduledCallable, WaitingRun] = {}
+        """What has run backward, and waits for its weight gradients."""
         self._on_close: list[Callable[[], None]] = []
 
     def on_close(self, action: Callable[[], None]) -> None:
@@ -100,17 +121,20 @@ class CallableGraphs:
         """Free all graphs. Results that are held stay valid. May be called twice."""
         while self._on_close:
             self._on_close.pop()()
+        self._give_up_waiting()
         self.session.close()
 
     def is_idle(self) -> bool:
-        """True if nothing is in flight."""
-        return self._num_open == 0
+        """True if nothing is in flight but weight gradients of a step that will not go on."""
+        if self._waiting and self.cursor is not None and self.cursor.expected.phase is Phase.WEIGHT_GRADIENT:
+            return False  # Whoever forgets them is told.
+        return self._num_open == len(self._waiting)
 
     def report(self) -> CaptureReport:
         """What has been captured, and how it was used."""
         return self.session.report()
 
-    def call(self, place: Place, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
+    def call(self, scheduled: ScheduledCallable, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
         """Run a callable for a microbatch: a replay, or eagerly where its graphs are for something else.
 
         Raises:
@@ -119,59 +143,109 @@ class CallableGraphs:
             StaleAddressError: a weight or buffer has moved since the capture.
             LifecycleError: the graphs are closed.
         """
-        captured, signature = place.captured, place.signature
+        captured, signature = scheduled.captured, scheduled.signature
         if len(named) > 1:
-            wanted = place.keywords  # Their order does not matter.
+            wanted = scheduled.keywords  # Their order does not matter.
             named = {name: named[name] for name in sorted(named, key=lambda n: (wanted.get(n, len(wanted)), n))}
-        if self.session.is_closed:
-            raise LifecycleError(
-                "its graphs were reset", where=captured.region.name, fix="make graphed callables again"
-            )
-        tensors = self._checked(place, arguments, named)
-        reason = None if tensors is None else self._why_eager(place, tensors)
+        self._require_open(captured)
+        tensors = self._checked(scheduled, arguments, named)
+        reason = None if tensors is None else self._why_eager(scheduled, tensors)
         if tensors is None or reason is not None:
-            return self._eager(place, reason or EagerReason.EVALUATION, arguments, named)
-        chain = place.chain
+            return self._eager(scheduled, reason or EagerReason.EVALUATION, arguments, named)
+        chain = scheduled.chain
         if chain is None:
             raise LifecycleError("nothing is captured yet", where=captured.region.name, fix="capture first")
         verify(captured.watched, "before a replay")
         pair = chain.pairs[0]
         if self.cursor is not None:
-            self.cursor.check(place.forward)
+            self.cursor.check(scheduled.forward)
+            if self.cursor.begins_anew(scheduled.forward):
+                self._give_up_waiting()
         if pair.num_in_flight or not chain.lane.allows(pair.forward_position):
             raise PlanError(
-                f"{place.forward} came while a microbatch in flight needs its memory",
+                f"{scheduled.forward} came while a microbatch in flight needs its memory",
                 where=captured.region.name,
                 fix="run the backward first, or let go of the result of a forward that will have none; for several "
                 "microbatches in flight give their order (_order)",
             )
         if chain.lane.holds_results(pair.forward_position):
             chain.lane.copy_held_results()
-            return self._eager(place, EagerReason.RESULT_HELD, arguments, named)
-        self._takes_turn(place)
-        run = ChainRun(chain, 0, self._closed, lambda _last: self._backward(place))
-        return run.start(tensors, arguments, named, signature.ambient.key)
+            return self._eager(scheduled, EagerReason.RESULT_HELD, arguments, named)
+        self._takes_turn(scheduled)
+        return self._run(scheduled, chain).start(tensors, arguments, named, signature.ambient.key)
+
+    def weight_gradients(self, scheduled: ScheduledCallable) -> None:
+        """Compute the weight gradients of a microbatch whose backward has run, and accumulate them.
+
+        Raises:
+            PlanError: it is not their turn, or they have none.
+            StaleAddressError: a gradient has moved.
+            LifecycleError: the graphs are closed; a result was changed in place, or a parameter got a hook meanwhile.
+        """
+        self._require_open(scheduled.captured)
+        where = scheduled.captured.region.name
+        turn = scheduled.weight_gradients
+        if self.cursor is None or turn is None:
+            raise PlanError(
+                "its backward computes the gradients of the weights as well; they have no turn of their own",
+                where=where,
+                fix="leave backward_dw() out, or give _order with an entry -n - 0.5 for each backward -n",
+            )
+        self.cursor.check(turn)
+        run = self._waiting.get(scheduled)
+        if run is None:
+            raise LifecycleError(
+                "its backward has failed", where=where, fix="let go of the results of the step, and begin it anew"
+            )
+        run.prepare_weight_gradients()
+        self.cursor.take(turn)
+        del self._waiting[scheduled]
+        run.weight_gradients()
+
+    def _require_open(self, captured: CapturedCallable) -> None:
+        if self.session.is_closed:
+            raise LifecycleError(
+                "its graphs were reset", where=captured.region.name, fix="make graphed callables again"
+            )
+
+    def _run(self, scheduled: ScheduledCallable, chain: Chain) -> ChainRun:
+        def before_backward(_last: GraphPair) -> None:
+            self._backward(scheduled)
+
+        triple = chain.pairs[0]
+        if isinstance(triple, GraphTriple):
+            wait = partial(self._waiting.__setitem__, scheduled)
+            return TripleRun(chain, triple, self._closed, before_backward, wait)
+        return ChainRun(chain, 0, self._closed, before_backward)
+
+    def _give_up_waiting(self) -> None:
+        """The step will not go on."""
+        for run in self._waiting.values():
+            run.close()
+        self._waiting.clear()
 
     # ----- which way
 
-    def _checked(self, place: Place, arguments: tuple[Any, ...], named: dict[str, Any]) -> Sequence[Tensor] | None:
+    def _checked(
+        self, scheduled: ScheduledCallable, arguments: tuple[Any, ...], named: dict[str, Any]
+    ) -> Sequence[Tensor] | None:
         """The argument tensors, flat; ``None`` for a call in modes that the graph is not for."""
-        signature, captured = place.signature, place.captured
+        signature, captured = scheduled.signature, scheduled.captured
         if not torch.is_grad_enabled() or captured.training != signature.training:
             return None
         ambient = ambient_key(self.session.device.type)
         if (
-            place.guard is not None
+            scheduled.guard is not None
             and not named
             and ambient == signature.ambient.key
             and all(type(argument) is Tensor for argument in arguments)
             and len(arguments) == len(signature.layouts)
-            and place.guard(*arguments)
+            and scheduled.guard(*arguments)
         ):
             return arguments
         tensors, _ = flatten((arguments, named))
         given = Signature.of((arguments, named), device_type=self.session.device.type, modules=captured.region.modules)
-        differences = _differences(signature, given, captured.names)
+        differences = named_differences(signature, given, captured.names)
         if differences:
             raise InputMismatchError(
                 "; ".join(differences),
@@ -180,73 +254,55 @@ class CallableGraphs:
             )
         return tensors
 
-    def _why_eager(self, place: Place, tensors: Sequence[Tensor]) -> EagerReason | None:
+    def _why_eager(self, scheduled: ScheduledCallable, tensors: Sequence[Tensor]) -> EagerReason | None:
         never = never_replayed()
         if never is not None:
             return never
-        if len(tensors) > 1 and repeated_in(tensors) != place.signature.repeated:
+        if len(tensors) > 1 and repeated_in(tensors) != scheduled.signature.repeated:
             return EagerReason.OTHER_SIGNATURE  # One tensor for several arguments, or no longer.
-        attributes = place.captured.attributes
+        attributes = scheduled.captured.attributes
         changed = attributes.changed() if attributes is not None else ()
         if changed:
-            place.captured.stats.last_detail = changed[0]
+            scheduled.captured.stats.last_detail = changed[0]
             return EagerReason.CHANGED_ATTRIBUTE
-        if place.chain is not None and place.chain.pairs[0].has_new_hook():
+        if scheduled.chain is not None and scheduled.chain.pairs[0].has_new_hook():
             return EagerReason.NEW_HOOK
         return None
 
-    def _eager(self, place: Place, reason: EagerReason, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        captured = place.captured
+    def _eager(
+        self, scheduled: ScheduledCallable, reason: EagerReason, arguments: tuple[Any, ...], named: dict[str, Any]
+    ) -> Any:
+        captured = scheduled.captured
         captured.stats.eager_calls[reason] += 1
         has_turn = self.cursor is not None and reason in _IN_TURN
-        if has_turn:
-            self._takes_turn(place)
+        if not has_turn:
+            return captured.region.function(*arguments, **named)
+        self._takes_turn(scheduled)
+        begins = partial(self._backward, scheduled)
+        triple = scheduled.chain.pairs[0] if scheduled.chain is not None else None
+        if isinstance(triple, GraphTriple):
+            wait = partial(self._waiting.__setitem__, scheduled)
+            return EagerTriple(
+                captured.region.function, self._closed, begins, wait, is_undivided=triple.is_undivided
+            ).start(arguments, named)
+        forward = EagerForward(begins, self._closed)
         result = captured.region.function(*arguments, **named)
-        if has_turn:
-            wanted = [tensor for tensor in flatten(result)[0] if tensor.requires_grad]
-            closing = _Closing(self, place)
-            if wanted:
-                torch.autograd.graph.register_multi_grad_hook(wanted, closing.backward_begins, mode="any")
+        forward.watch(result)
         return result
 
     # ----- the order
 
-    def _takes_turn(self, place: Place) -> None:
+    def _takes_turn(self, scheduled: ScheduledCallable) -> None:
         if self.cursor is not None:
-            self.cursor.take(place.forward)
+            self.cursor.take(scheduled.forward)
         self._num_open += 1
 
-    def _backward(self, place: Place) -> None:
+    def _backward(self, scheduled: ScheduledCallable) -> None:
         if self.cursor is not None:
-            self.cursor.take(place.backward)
+            self.cursor.take(scheduled.backward)
 
     def _closed(self) -> None:
         self._num_open -= 1
-
-
-_IN_TURN: Final = frozenset(
-    {
-        EagerReason.RESULT_HELD,
-        EagerReason.CHANGED_ATTRIBUTE,
-        EagerReason.NEW_HOOK,
-        EagerReason.OTHER_SIGNATURE,
-    }
-)
-"""Reasons for which a training call of the step runs eagerly in its turn."""
-
-
-class _Closing:
-    """Kept by autograd until the backward of an eager call begins, or by nobody."""
-
-    def __init__(self, graphs: CallableGraphs, place: Place) -> None:
-        self._graphs, self._place = graphs, place
-
-    def backward_begins(self, _gradient: Tensor) -> None:
-        """Its turn."""
-        self._graphs._backward(self._place)
-
-    def __del__(self) -> None:
-        self._graphs._closed()
 
 
 class GraphedCallable:
@@ -255,15 +311,27 @@ class GraphedCallable:
     Results may be kept: no replay overwrites one that somebody holds.
     """
 
-    def __init__(self, graphs: CallableGraphs, place: Place, around: CurrentMicrobatch | None = None) -> None:
-        self._graphs, self._place, self._around = graphs, place, around
+    def __init__(
+        self, graphs: CallableGraphs, scheduled: ScheduledCallable, around: CurrentMicrobatch | None = None
+    ) -> None:
+        self._graphs, self._scheduled, self._around = graphs, scheduled, around
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
         """Run it, with the hooks of the module around it. See :func:`graphstep.make_graphed_callables` for errors."""
         if self._around is None:
-            return self._graphs.call(self._place, arguments, named)
-        with self._around.entered(self._place) as module:
+            return self._graphs.call(self._scheduled, arguments, named)
+        with self._around.entered(self._scheduled) as module:
             return module(*arguments, **named)
+
+    def backward_dw(self) -> None:
+        """Compute the weight gradients of this microbatch, where ``_order`` has an entry for them, and accumulate them.
+
+        Raises:
+            PlanError: names what was expected and what came; or there is no such entry.
+            LifecycleError: a result of the forward was changed in place, or a parameter got a hook, meanwhile.
+            StaleAddressError: a gradient has moved.
+        """
+        self._graphs.weight_gradients(self._scheduled)
 
     def report(self) -> CaptureReport:
         """What was captured with it, and how it was used."""
@@ -279,16 +347,16 @@ class CurrentMicrobatch:
 
     def __init__(self, graphs: CallableGraphs, module: nn.Module, function: Callable[..., Any]) -> None:
         self._graphs, self._module, self._function = graphs, module, function
-        self._place: Place | None = None
+        self._scheduled: ScheduledCallable | None = None
 
     @contextmanager
-    def entered(self, place: Place) -> Iterator[nn.Module]:
+    def entered(self, scheduled: ScheduledCallable) -> Iterator[nn.Module]:
         """A call of the module in the body is for this microbatch."""
-        before, self._place = self._place, place
+        before, self._scheduled = self._scheduled, scheduled
         try:
             yield self._module
         finally:
-            self._place = before
+            self._scheduled = before
 
     def report(self) -> CaptureReport:
         """What was captured with it, and how it was used."""
@@ -300,57 +368,7 @@ class CurrentMicrobatch:
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
         """Replay the microbatch whose call is under way; a call of the module by itself runs as it is."""
-        place = self._place
-        if place is None:
+        scheduled = self._scheduled
+        if scheduled is None:
             return self._function(*arguments, **named)
-        return self._graphs.call(place, arguments, named)
-
-
-def layout_guard(signature: Signature) -> Callable[..., bool] | None:
-    """A fast check of plain positional tensors, if the sample had nothing else."""
-    paths = tensor_paths(signature.structure)
-    if paths != [f"[0][{index}]" for index in range(len(paths))]:
-        return None
-    layouts = signature.layouts
-
-    def holds(*tensors: Tensor) -> bool:
-        return all(TensorLayout.of(tensor) == layout for tensor, layout in zip(tensors, layouts, strict=True))
-
-    return holds
-
-
-def _differences(mine: Signature, given: Signature, names: Sequence[str]) -> list[str]:
-    """In words, with the names of arguments. Strides do not matter: arguments are copied."""
-    if mine == given:
-        return []
-    layouts = tuple(
-        TensorLayout(theirs.shape, own.stride, theirs.dtype, theirs.device, theirs.requires_grad)
-        if own.shape == theirs.shape
-        else theirs
-        for own, theirs in zip(mine.layouts, given.layouts, strict=False)
-    )
-    if len(layouts) == len(given.layouts):
-        given = Signature(given.structure, layouts, given.ambient, given.training, mine.repeated)
-    return [_with_name(text, names) for text in mine.differences(given, "")]
-
-
-def names_of(function: Callable[..., Any]) -> Sequence[str]:
-    """Of the positional arguments of a function, or of a module's forward."""
-    try:
-        parameters = inspect.signature(getattr(function, "forward", function)).parameters.values()
-    except (TypeError, ValueError):
-        return ()
-    return [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-
-
-def _with_name(text: str, names: Sequence[str]) -> str:
-    """``[0][1].mask changed shape`` as ``argument 'context'.mask changed shape``."""
-    for index in range(text.count("[") + len(names)):
-        start = f"[0][{index}]"
-        if text.startswith(start):
-            name = repr(names[index]) if index < len(names) else f"number {index + 1}"
-            return f"argument {name}{text[len(start) :]}"
-    if text.startswith("[1]['"):
-        name, rest = text[len("[1]['") :].split("']", 1)
-        return f"argument {name!r}{rest}"
-    return text
+        return self._graphs.call(scheduled, arguments, named)

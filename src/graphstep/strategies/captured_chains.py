@@ -32,8 +32,6 @@ class CapturedChains:
                 calls = regions[pair.region]
                 pair.owner = calls.current
                 calls.links.setdefault(pair.signature, []).append((chain, index))
-                pair.is_held()  # From now on, more holders than at this moment are callers.
-                chain.lane.add(pair)
         _count(regions.values(), self._max_signatures)
 
     def worth_it(self, seen: Iterable[Variant], hits: Hits, regions: Mapping[Region, RegionCalls]) -> set[Variant]:

@@ -10,8 +10,8 @@ from typing import Any, Final
 from torch import nn
 
 from graphstep.errors import ConfigError, Problem
-from graphstep.strategies import pipeline_order
 from graphstep.strategies.local_forward import InstalledForward
+from graphstep.strategies.order_steps import OrderStep, steps_of
 
 Hooks = Mapping[str, Any]
 _HOOK_KINDS: Final = ("forward_pre_hooks", "forward_hooks", "backward_pre_hooks", "backward_hooks")
@@ -25,7 +25,7 @@ class GraphedArguments:
     samples: list[tuple[tuple[Any, ...], dict[str, Any]]]
     layers_per_chunk: tuple[int, ...]
     num_microbatches: int
-    order: tuple[pipeline_order.OrderStep, ...]
+    order: tuple[OrderStep, ...]
     hooks: list[Hooks]
     is_single: bool
     is_ordered: bool
@@ -99,11 +99,11 @@ class GraphedArguments:
 
 def _read_order(
     order: Sequence[float] | None, layers_per_chunk: Sequence[int] | None, num_callables: int, problems: list[Problem]
-) -> tuple[tuple[int, ...], int, tuple[pipeline_order.OrderStep, ...]]:
+) -> tuple[tuple[int, ...], int, tuple[OrderStep, ...]]:
     if order is None:
         if layers_per_chunk is not None:
             problems.append(_problem("_num_layers_per_chunk", "it was given without _order", "give both or neither"))
-        return (num_callables,), 1, pipeline_order.steps_of([1, -1], num_chunks=1)
+        return (num_callables,), 1, steps_of([1, -1], num_chunks=1)
     given: Any = order
     entries = list(given) if isinstance(given, Iterable) and not isinstance(given, str) else [given]
     if not all(isinstance(entry, (int, float)) and math.isfinite(entry) for entry in entries):
@@ -121,13 +121,10 @@ def _read_order(
         what = f"{list(chunks)} does not divide {num_callables} callables among {num_chunks} chunks"
         problems.append(_problem("_num_layers_per_chunk", what, "name a number for each chunk that _order names"))
     try:
-        steps = pipeline_order.steps_of(order, num_chunks=max(1, num_chunks))
+        steps = steps_of(order, num_chunks=max(1, num_chunks))
     except ConfigError as error:
         problems.extend(error.problems)
         return chunks, 0, ()
-    if any(step.phase is pipeline_order.Phase.WEIGHT_GRADIENT for step in steps):
-        what = "separate weight gradients are not captured yet"
-        problems.append(_problem("_order", what, "leave out the entries with a half"))
     return chunks, 1 + max(step.microbatch for step in steps), steps
 
 

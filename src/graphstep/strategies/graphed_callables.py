@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from types import CellType
@@ -21,20 +20,19 @@ from graphstep.capture.session import GraphSession
 from graphstep.capture.signature import Signature
 from graphstep.capture.tree import flatten
 from graphstep.errors import CaptureError
-from graphstep.strategies import pipeline_order
+from graphstep.strategies.callable_checks import layout_guard, names_of
 from graphstep.strategies.callable_graphs import (
     CallableGraphs,
-    Captured,
+    CapturedCallable,
     CurrentMicrobatch,
     GraphedCallable,
-    Place,
-    layout_guard,
-    names_of,
+    ScheduledCallable,
 )
 from graphstep.strategies.graphed_arguments import GraphedArguments, Hooks
-from graphstep.strategies.local_capture import EVERY_PARAMETER, Order, capture_chains
+from graphstep.strategies.local_capture import EVERY_PARAMETER, Order, capture_chains, shared_parameters
 from graphstep.strategies.local_forward import InstalledForward, own_forward
 from graphstep.strategies.order_cursor import OrderCursor, Turn
+from graphstep.strategies.settled import settle, tensors_kept
 
 _MAX_SMALL: Final = 1024
 """Entries of results that callers always get as copies."""
@@ -125,7 +123,7 @@ def _is_pool(value: Any) -> bool:
     return isinstance(value, tuple) and len(value) == 2 and all(isinstance(each, int) for each in value)
 
 
-def _result(asked: GraphedArguments, graphs: CallableGraphs, places: Sequence[Place]) -> Any:
+def _result(asked: GraphedArguments, graphs: CallableGraphs, scheduled: Sequence[ScheduledCallable]) -> Any:
     """What the caller gets."""
     if asked.is_ordered:
         around: dict[nn.Module, CurrentMicrobatch] = {}
@@ -133,13 +131,13 @@ def _result(asked: GraphedArguments, graphs: CallableGraphs, places: Sequence[Pl
             if isinstance(each, nn.Module) and each not in around:
                 around[each] = CurrentMicrobatch(graphs, each, own_forward(each))
                 _install(each, graphs, around[each])
-        found = ((place, place.captured.module) for place in places)
-        return [GraphedCallable(graphs, place, around[m] if m is not None else None) for place, m in found]
+        found = ((each, each.captured.module) for each in scheduled)
+        return [GraphedCallable(graphs, each, around[m] if m is not None else None) for each, m in found]
     made = [
-        _install(each, graphs, GraphedCallable(graphs, place))
+        _install(each, graphs, GraphedCallable(graphs, one))
         if isinstance(each, nn.Module)
-        else GraphedCallable(graphs, place)
-        for each, place in zip(asked.callables, places, strict=True)
+        else GraphedCallable(graphs, one)
+        for each, one in zip(asked.callables, scheduled, strict=True)
     ]
     return made[0] if asked.is_single else tuple(made)
 
@@ -166,7 +164,7 @@ class _Making:
         self._asked = asked
         self._num_warmup_runs = num_warmup_runs
         self._reuses = reuses
-        self.places: list[Place] = []
+        self.scheduled: list[ScheduledCallable] = []
         self._observer = PlanObserver()
         self._keys: dict[int, Key] = {}
         """By index of a sample: what serves it."""
@@ -185,13 +183,17 @@ class _Making:
         session = GraphSession(device)
         graphs = CallableGraphs(session)
         try:
-            turns = self._plan(session)
+            self._schedule(session)
+            turns = self._plan()
             graphs.cursor = OrderCursor(turns, graphs.is_idle) if asked.is_ordered else None
-            result = _result(asked, graphs, self.places)
-            receivers = {place.captured.region: place.captured for place in self.places}
+            result = _result(asked, graphs, self.scheduled)
+            receivers = {each.captured.region: each.captured for each in self.scheduled}
             for captured in receivers.values():
                 captured.note()
-            with torch.inference_mode(False), self._tensors_kept(receivers.values()):
+            with (
+                torch.inference_mode(False),
+                tensors_kept([each.watched for each in receivers.values()], where="make_graphed_callables"),
+            ):
                 chains = capture_chains(
                     Order(
                         plan=self._observer.plan,
@@ -201,11 +203,14 @@ class _Making:
                         receivers=receivers,
                         attributes={r: each.attributes for r, each in receivers.items() if each.attributes is not None},
                         num_warmup_runs=self._num_warmup_runs,
-                        through_autograd=self._shared() if accumulates else EVERY_PARAMETER,
+                        through_autograd=shared_parameters(each.modules for each in receivers)
+                        if accumulates
+                        else EVERY_PARAMETER,
                         apart={region: self._chunk_of[region] for region in receivers},
                         around=self._hooks_around,
                     )
                 )
+            settle(chains, session)
             self._settle(chains, allows_unused=allows_unused)
             if afterwards is not None:
                 afterwards()
@@ -214,54 +219,65 @@ class _Making:
             raise
         return result
 
-    def _plan(self, session: GraphSession) -> list[Turn]:
+    def _schedule(self, session: GraphSession) -> None:
+        """Fill :attr:`scheduled`: for each sample its callable and its turns."""
         asked = self._asked
         regions = [self._captured(index, session) for index in range(len(asked.callables))]
-        turns: list[Turn] = []
+        delayed = {step.chunk for step in asked.order if step.phase is Phase.WEIGHT_GRADIENT}
         for chunk, num_layers in enumerate(asked.layers_per_chunk):
             for microbatch in range(asked.num_microbatches):
                 for layer in range(num_layers):
                     captured = regions[asked.callable_of(chunk, layer)]
                     arguments = asked.samples[asked.index_of(chunk, microbatch, layer)]
-                    signature = Signature.of(
-                        arguments, device_type=session.device.type, modules=captured.region.modules
-                    )
-                    forward, backward = (
-                        Turn(captured.region.name, chunk, microbatch, phase)
-                        for phase in (pipeline_order.Phase.FORWARD, pipeline_order.Phase.BACKWARD)
-                    )
-                    keywords = {name: number for number, name in enumerate(arguments[1])}
-                    place = Place(
-                        captured, signature, forward, backward, keywords=keywords, guard=layout_guard(signature)
-                    )
+                    modules, device_type = captured.region.modules, session.device.type
+                    signature = Signature.of(arguments, device_type=device_type, modules=modules)
+                    turns = {phase: Turn(captured.region.name, chunk, microbatch, phase) for phase in Phase}
                     self._chunk_of[captured.region] = chunk
-                    self.places.append(place)
+                    self.scheduled.append(
+                        ScheduledCallable(
+                            captured,
+                            signature,
+                            turns[Phase.FORWARD],
+                            turns[Phase.BACKWARD],
+                            turns[Phase.WEIGHT_GRADIENT] if chunk in delayed else None,
+                            keywords={name: number for number, name in enumerate(arguments[1])},
+                            guard=layout_guard(signature),
+                        )
+                    )
+
+    def _plan(self) -> list[Turn]:
+        asked = self._asked
+        turns: list[Turn] = []
         for step in asked.order:
             layers = range(asked.layers_per_chunk[step.chunk])
-            is_forward = step.phase is pipeline_order.Phase.FORWARD
-            for layer in layers if is_forward else reversed(layers):
+            for layer in layers if step.phase is Phase.FORWARD else reversed(layers):
                 index = asked.index_of(step.chunk, step.microbatch, layer)
-                place = self.places[index]
-                if is_forward:
-                    self._note_forward(index, place)
-                    turns.append(place.forward)
-                else:
-                    self._observer.backward(*self._keys[index])
-                    turns.append(place.backward)
+                scheduled = self.scheduled[index]
+                if step.phase is Phase.FORWARD:
+                    self._note_forward(index, scheduled)
+                    turns.append(scheduled.forward)
+                elif step.phase is Phase.BACKWARD:
+                    self._observer.backward(*self._keys[index], is_last=scheduled.weight_gradients is None)
+                    turns.append(scheduled.backward)
+                elif scheduled.weight_gradients is not None:
+                    self._observer.weight_gradients(*self._keys[index])
+                    turns.append(scheduled.weight_gradients)
         return turns
 
-    def _note_forward(self, index: int, place: Place) -> None:
+    def _note_forward(self, index: int, scheduled: ScheduledCallable) -> None:
         tensors, _ = flatten(self._asked.samples[index])
-        taken = [] if self._reuses else [slot for variant, slot in self._keys.values() if self._is_of(variant, place)]
-        key = self._observer.forward(place.captured.region, place.signature, tensors, taken=taken)
+        taken = (
+            [] if self._reuses else [slot for variant, slot in self._keys.values() if self._is_of(variant, scheduled)]
+        )
+        key = self._observer.forward(scheduled.captured.region, scheduled.signature, tensors, taken=taken)
         self._observer.plan.calls[key].samples = tuple(tensors)
         self._keys[index] = key
 
     @staticmethod
-    def _is_of(variant: Variant, place: Place) -> bool:
-        return variant.region is place.captured.region and variant.signature == place.signature
+    def _is_of(variant: Variant, scheduled: ScheduledCallable) -> bool:
+        return variant.region is scheduled.captured.region and variant.signature == scheduled.signature
 
-    def _captured(self, index: int, session: GraphSession) -> Captured:
+    def _captured(self, index: int, session: GraphSession) -> CapturedCallable:
         function = self._asked.callables[index]
         name = f"callables[{index}] ({getattr(function, '__name__', type(function).__name__)})"
         names = names_of(function)
@@ -271,33 +287,9 @@ class _Making:
             function = own_forward(function)
         region = Region(name=name, kind="callable", function=function, modules=tuple(modules.values()))
         self._callable_of[region] = index
-        captured = Captured(region, session.stats(name, region.kind), session.watch(roots), roots, names)
+        captured = CapturedCallable(region, session.stats(name, region.kind), session.watch(roots), roots, names)
         captured.module = given if isinstance(given := self._asked.callables[index], nn.Module) else None
         return captured
-
-    def _shared(self) -> frozenset[int]:
-        """Parameters of several callables: autograd sums their parts before it accumulates."""
-        users = Counter(
-            number
-            for region in self._callable_of
-            for number in {id(p) for module in region.modules for p in module._parameters.values() if p is not None}
-        )
-        return frozenset(number for number, count in users.items() if count > 1)
-
-    @staticmethod
-    @contextmanager
-    def _tensors_kept(each: Iterable[Captured]) -> Iterator[None]:
-        """Give modules back the tensors that the body replaced, and refuse that."""
-        try:
-            yield
-        finally:
-            replaced = [name for captured in each for name in captured.watched.put_back()]
-        if replaced:
-            raise CaptureError(
-                f"each run replaces {', '.join(replaced)}; a graph works on the tensors that it has seen",
-                where="make_graphed_callables",
-                fix="write into the tensors (copy_, add_, mul_)",
-            )
 
     def _settle(self, chains: Sequence[Chain], *, allows_unused: bool) -> None:
         by_key: dict[Key, Chain] = {}
@@ -310,19 +302,14 @@ class _Making:
                     if k[0].region is pair.region and k[0].signature is pair.signature and k[1] == chain.slot
                 )
                 by_key[key] = chain
-                pair.homes.hide_new()
-                pair.is_held()  # From now on, more holders than at this moment are callers.
                 # Losses and the like are kept for long.
                 pair.copies_results = sum(output.numel() for output in pair.outputs) <= _MAX_SMALL
-                chain.lane.add(pair)
                 if not allows_unused:
                     _refuse_unused(pair, self._asked.callables[self._callable_of[pair.region]])
-        for home in (home for chain in chains for pair in chain.pairs for home in pair.session.gradient_homes.values()):
-            home.note_holders()
         for index, key in self._keys.items():
-            self.places[index].chain = by_key[key]
-        for place in self.places:
-            place.captured.settle()
+            self.scheduled[index].chain = by_key[key]
+        for each in self.scheduled:
+            each.captured.settle()
 
     @contextmanager
     def _hooks_around(self, event: Event) -> Iterator[None]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections import Counter
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Final
@@ -15,8 +15,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from graphstep.capture.attributes import Attributes
 from graphstep.capture.chain import Chain, Handover, Receiver
-from graphstep.capture.graph_pair import GraphPair, capture_backwards, capture_forwards
-from graphstep.capture.lanes import Lanes, lane_groups
+from graphstep.capture.graph_pair import BACKWARD_LANE, GraphPair, capture_backwards, capture_forwards
+from graphstep.capture.graph_triple import GraphTriple
+from graphstep.capture.lanes import Lanes, delayed_lanes, lane_groups
 from graphstep.capture.observe import training_flags_kept
 from graphstep.capture.plan import Event, Key, Phase, Plan, Variant
 from graphstep.capture.progress import CaptureProgress
@@ -84,14 +85,19 @@ def gradients_through_autograd(
         return frozenset(id(parameter) for parameter in model.parameters())
     inside = {id(module) for region in regions for module in region.modules}
     outside = [module for module in model.modules() if id(module) not in inside]
-    users = Counter(
-        number
-        for modules in (*(region.modules for region in regions), outside)
-        for number in {id(p) for module in modules for p in module._parameters.values() if p is not None}
-    )
-    shared = {number for number, count in users.items() if count > 1}
+    shared = shared_parameters([*(region.modules for region in regions), outside])
     reused = {id(p) for region in plan.reused for module in region.modules for p in module._parameters.values()}
     return frozenset(shared | reused)
+
+
+def shared_parameters(groups: Iterable[Iterable[nn.Module]]) -> frozenset[int]:
+    """Identities of the parameters that modules of several groups have. Submodules do not count."""
+    users = Counter(
+        number
+        for modules in groups
+        for number in {id(p) for module in modules for p in module._parameters.values() if p is not None}
+    )
+    return frozenset(number for number, count in users.items() if count > 1)
 
 
 def _is_data_parallel(model: nn.Module) -> bool:
@@ -116,7 +122,8 @@ def capture_chains(order: Order) -> list[Chain]:
         RegionFailedError: names the region. All recordings of this order are closed, and gradients that were made for
             them are gone, whatever the error.
     """
-    capturing = _Capturing(order, lane_groups(order.plan, order.apart))
+    groups = lane_groups(order.plan, order.apart)
+    capturing = _Capturing(order, groups, delayed=delayed_lanes(order.plan, groups))
     with order.session.captures_in_a_row(), CaptureProgress(len(order.plan.calls)) as progress:
         try:
             return capturing.run(progress)
@@ -131,6 +138,8 @@ class _Capturing:
     groups: Mapping[Variant, int]
     pairs: Pairs = field(default_factory=dict)
     warm: dict[Variant, GraphPair] = field(default_factory=dict)
+    delayed: Mapping[Key, Hashable] = field(default_factory=dict)
+    """Memory of backward halves whose weight gradients are computed apart."""
     segments: dict[Key, list[Key]] = field(default_factory=dict)
     """For each key, those that are captured together, in order."""
 
@@ -142,6 +151,8 @@ class _Capturing:
             if event.phase is Phase.FORWARD:
                 if segment[0] == (event.variant, event.slot):
                     self._guarded(event, segment, self._forward)
+            elif event.phase is Phase.WEIGHT_GRADIENT:
+                self._guarded(event, segment, self._weight_gradients)
             elif segment[-1] == (event.variant, event.slot):
                 self._guarded(event, segment, self._backward)
                 for variant, _ in segment:
@@ -182,7 +193,8 @@ class _Capturing:
             if before is None:
                 continue
             is_known = before in self.order.plan.calls and key in self.order.handovers
-            if not is_known or before in followed or self.groups[before[0]] != self.groups[key[0]]:
+            is_delayed = key in self.delayed or before in self.delayed  # Those are replayed one by one.
+            if not is_known or is_delayed or before in followed or self.groups[before[0]] != self.groups[key[0]]:
                 call.follows = None
                 continue
             earlier = self.order.handovers.get(before)
@@ -252,7 +264,7 @@ class _Capturing:
                 inputs.append(static_like(layout, call.samples[position] if call.samples else None))
                 static_bytes += inputs[-1].nbytes
         stats.static_bytes += static_bytes
-        pair = self.pairs[key] = GraphPair(
+        pair = self.pairs[key] = (GraphTriple if key in self.delayed else GraphPair)(
             variant.region,
             variant.signature,
             inputs,
@@ -262,6 +274,7 @@ class _Capturing:
             chained=chained,
             through_autograd=order.through_autograd,
             lane=("forward", self.groups[variant], slot),
+            backward_lane=self.delayed.get(key, BACKWARD_LANE),
             poisons=order.poisons,
         )
         pair.static_bytes = static_bytes
@@ -317,7 +330,10 @@ class _Capturing:
                 found = _gradient_for(consumer, last, index)
                 grad_outputs[index] = torch.zeros_like(output, requires_grad=False) if found is None else found
         with _flags_of(*(variant for variant, _ in segment)):
-            capture_backwards(pairs, grad_outputs)
+            if isinstance(last, GraphTriple):
+                last.capture_backward(grad_outputs)
+            else:
+                capture_backwards(pairs, grad_outputs)
         for pair in reversed(pairs):
             pair.backward_position = self.order.lanes.tick()
         if consumer is not None:
@@ -326,6 +342,14 @@ class _Capturing:
         if self.order.plan.calls[segment[0]].follows is None:
             # Handed to autograd as copies, right after each replay.
             pairs[0].let_go_grad_inputs()
+
+    def _weight_gradients(self, segment: list[Key]) -> None:
+        triple = self.pairs[segment[0]]
+        if isinstance(triple, GraphTriple):
+            with _flags_of(segment[0][0]):
+                triple.capture_weight_gradients()
+            # Until now its forward half keeps its memory.
+            triple.backward_position = self.order.lanes.tick()
 
     def _follower(self, key: Key) -> GraphPair | None:
         """The pair that reads the results of this one and nothing else."""

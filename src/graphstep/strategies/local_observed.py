@@ -28,16 +28,19 @@ class ObservedCalls:
     """Watches calls for an observer, and notes how the results of one become the arguments of the next."""
 
     def __init__(self) -> None:
-        self._last: ObservedCall | None = None
+        self._last: WatchedCall | None = None
         self._seen: set[Key] = set()
         self.handovers: dict[Key, Handover] = {}
         """For what follows another call: which arguments are which results of it."""
+        self.without_gradient: set[Region] = set()
+        """Regions that were called in training and whose results need no gradient."""
 
     def forget(self) -> None:
         """Begin anew."""
         self._last = None
         self._seen.clear()
         self.handovers.clear()
+        self.without_gradient.clear()
 
     def begin(
         self,
@@ -48,11 +51,11 @@ class ObservedCalls:
         arguments: tuple[Any, ...],
         named: dict[str, Any],
         taken: Iterable[int],
-    ) -> tuple[ObservedCall, tuple[Any, ...], dict[str, Any]]:
+    ) -> tuple[WatchedCall, tuple[Any, ...], dict[str, Any]]:
         """A call begins. Returns it with the arguments to run it with."""
         key = observer.forward(caller.region, signature, tensors, taken=taken)
         observer.plan.calls[key].refusal = _refusal(tensors, signature)
-        call = ObservedCall(observer, key, arguments, named)
+        call = WatchedCall(observer, key, arguments, named, self.without_gradient)
         before, self._last = self._last, call
         is_first = key not in self._seen
         self._seen.add(key)
@@ -63,12 +66,20 @@ class ObservedCalls:
         return call, arguments, named
 
 
-class ObservedCall:
+class WatchedCall:
     """One observed forward, to be compared with the next one. Keeps no result and no argument with a history alive."""
 
-    def __init__(self, observer: PlanObserver, key: Key, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        observer: PlanObserver,
+        key: Key,
+        arguments: tuple[Any, ...],
+        named: dict[str, Any],
+        without_gradient: set[Region],
+    ) -> None:
         self.observer = observer
         self.key = key
+        self._without_gradient = without_gradient
         self._num_arguments, self._names = len(arguments), named.keys()
         self._given = {place: _noted(value) for place, value in _places(arguments, named)}
         self._outputs: list[tuple[weakref.ref[Tensor], tuple[Any, ...]]] = []
@@ -78,6 +89,8 @@ class ObservedCall:
         """The region has run."""
         closing, self._closing = self._closing, None
         self.observer.outputs(*self.key, outputs)
+        if not any(tensor.requires_grad for tensor in outputs):
+            self._without_gradient.add(self.key[0].region)
         # A parameter that is returned is the user's, and no place for hooks.
         differentiable = [tensor for tensor in outputs if tensor.requires_grad and not tensor.is_leaf]
         call = self.observer.plan.calls[self.key]
@@ -90,7 +103,7 @@ class ObservedCall:
             torch.autograd.graph.register_multi_grad_hook(differentiable, closing.backward_begins, mode="any")
         self._outputs = [(weakref.ref(tensor), _state(tensor)) for tensor in outputs]
 
-    def handover_to(self, following: ObservedCall, arguments: tuple[Any, ...], named: dict[str, Any]) -> Handover:
+    def handover_to(self, following: WatchedCall, arguments: tuple[Any, ...], named: dict[str, Any]) -> Handover:
         """Which arguments of the next call are results of this one, if all else is as this one had it; else empty."""
         if self._num_arguments != len(arguments) or self._names != named.keys() or self.key[1] != following.key[1]:
             return ()
@@ -121,7 +134,7 @@ class _SoleUse:
     that somebody still holds by then may get a hook or another use: it does not count as such.
     """
 
-    def __init__(self, before: Key, call: ObservedCall, handover: Handover, found: dict[Key, Handover]) -> None:
+    def __init__(self, before: Key, call: WatchedCall, handover: Handover, found: dict[Key, Handover]) -> None:
         self._before, self._key, self._handover, self._found = before, call.key, handover, found
         self._plan = call.observer.plan
         self._num_waiting = 0

@@ -32,6 +32,7 @@ from graphstep.strategies.local_capture import Order, RegionFailedError, capture
 from graphstep.strategies.local_layers import GraphedModule, Named, graphed_layers, graphed_modules
 from graphstep.strategies.local_observed import ObservedCalls
 from graphstep.strategies.local_problems import modules_and_regions, nothing_to_capture, other_strategy
+from graphstep.strategies.settled import settle, tensors_kept
 
 _MAX_COUNTED: Final = 64
 """Signatures of a region that are counted while they have no graphs."""
@@ -299,9 +300,13 @@ class CudaGraphManager:
         regions = {variant.region for variant, _ in plan.calls}
         attributes = {region: self._regions[region].note_attributes() for region in regions}
         watched = self.session.watch([("", self._model)])
+        chains: list[Chain] = []
         self.is_capturing = True
         try:
-            with torch.inference_mode(False):
+            with (
+                torch.inference_mode(False),
+                tensors_kept([watched], where=f"{self._config.impl.value}, after the capture"),
+            ):
                 chains = capture_chains(
                     Order(
                         plan=plan,
@@ -320,30 +325,18 @@ class CudaGraphManager:
                     )
                 )
         except BaseException:
+            if chains:  # They replace tensors of the model: nothing is tried again.
+                self._release(chains)
+                self.observer = None
             for region in regions:
                 self._regions[region].captured()
             raise
         finally:
             self.is_capturing = False
-            replaced = watched.put_back()
-        if replaced:
-            self._release(chains)
-            for region in regions:
-                self._regions[region].captured()
-            self.observer = None
-            raise CaptureError(
-                f"the captured layers replace {', '.join(replaced)} by new tensors; a graph works on the tensors that "
-                "it has seen",
-                where=f"{self._config.impl.value}, after the capture",
-                fix="write into the tensors (copy_, add_, mul_)",
-            )
         self._watched = self.session.watch([(path, module.module) for path, module in self._captured_modules()])
         for chain in chains:
             self._watched_of[chain] = self._watch_chain(chain)
-            for pair in chain.pairs:
-                pair.homes.hide_new()
-        for home in self.session.gradient_homes.values():
-            home.note_holders()
+        settle(chains, self.session)
         self._chains.add(chains, self._regions)
         for variant, _ in plan.calls:
             self._hits.pop((variant.region, variant.signature), None)
@@ -378,13 +371,16 @@ class CudaGraphManager:
 
     def close(self) -> None:
         """Put the modules' own ``forward`` back and free the graphs. May be called twice."""
+        self._put_back()
+        self.session.close()
+
+    def _put_back(self) -> None:
         for module in self._modules:
             for calls in module.regions:
                 calls.forget(EagerReason.CLOSED)
             module.remove()
         self.observer = None
         self._boundary.clear()
-        self.session.close()
 
     def __enter__(self) -> CudaGraphManager:
         self.session.require_open()

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Final
 
+from graphstep.capture.plan import Phase
 from graphstep.errors import PlanError
-from graphstep.strategies.pipeline_order import Phase
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,17 +54,18 @@ class OrderCursor:
         Raises:
             PlanError: names what was expected and what came.
         """
-        if turn == self.expected or self._begins_anew(turn):
+        if turn == self.expected or self.begins_anew(turn):
             return
         raise PlanError(
             f"expected {self.expected}, and {turn} came",
             where=f"place {self._next + 1} of {len(self._turns)} in the order of a step",
-            fix="run forwards and backwards in the order that was given, or give the order in which they run; after an "
-            "error in the middle of a step let go of its results",
+            fix="run forwards, backwards and weight gradients (backward_dw()) in the order that was given, or give the "
+            "order in which they run; after an error in the middle of a step let go of its results",
         )
 
-    def _begins_anew(self, turn: Turn) -> bool:
-        return turn == self._turns[0] and self._is_idle()
+    def begins_anew(self, turn: Turn) -> bool:
+        """True for the first turn of a step, if the step before was given up."""
+        return turn == self._turns[0] and turn != self.expected and self._is_idle()
 
     def take(self, turn: Turn) -> None:
         """It runs now: the next one follows.

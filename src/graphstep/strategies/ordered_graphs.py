@@ -2,63 +2,101 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar, Final
 
 import torch
 from torch import Tensor, nn
 
-from graphstep.capture.chain import Chain
+from graphstep.capture.chain import Chain, Handover
 from graphstep.capture.graph_pair import GraphPair
-from graphstep.capture.plan import PlanObserver
+from graphstep.capture.plan import Key, ObservedCall, Phase, Plan, PlanObserver, Variant
 from graphstep.capture.reasons import EagerReason
 from graphstep.capture.region import Region
 from graphstep.capture.session import GraphSession
 from graphstep.capture.tree import flatten
-from graphstep.config import CudaGraphConfig, CudaGraphImpl, MismatchPolicy
+from graphstep.config import CapturePolicy, CudaGraphConfig, CudaGraphImpl, MismatchPolicy
 from graphstep.errors import CaptureError, ConfigError, LifecycleError, PlanError, Problem
-from graphstep.strategies import pipeline_order
 from graphstep.strategies.local_calls import RegionCalls
 from graphstep.strategies.manager import CudaGraphManager
 from graphstep.strategies.order_cursor import OrderCursor, Turn
+from graphstep.strategies.order_steps import OrderStep
 from graphstep.strategies.ordered_plan import ordered_plan
+from graphstep.strategies.recorded_passes import RecordedPasses, joined
 
-_REFUSED: Final = frozenset({EagerReason.MORE_IN_FLIGHT, EagerReason.OUT_OF_ORDER, EagerReason.PLACE_IN_USE})
-"""Only a call out of turn has these, unless a result is held."""
 _NOT_OF_THE_STEP: Final = frozenset({EagerReason.NESTED_CAPTURE, EagerReason.TRANSFORMED})
 """Calls that are no part of a training step."""
 _LAYERS: Final = "the layers"
+_MAX_RECORDED: Final = 1 << 16
+"""Events of one step that are recorded, for loops that never end a step."""
+_MAX_SIGNATURES: Final = 64
+"""Signatures of a layer that are recorded, for loops that never come to a capture."""
+
+
+@dataclass(slots=True, eq=False)
+class _Microbatch:
+    """What runs of a chunk between one forward turn and the next."""
+
+    turn: Turn
+    place: int
+    """Of the layer that came last, as far as it came by here."""
+    chain: Chain | None = None
+    """What runs now: its further layers do not come by here."""
+    has_backward: bool = False
+    """The turn of its backward is taken."""
 
 
 class OrderedGraphs(CudaGraphManager):
     """Like its base, with the plan of a schedule in place of an observed one.
 
+    The forward of a chunk takes its turn when the first of its layers runs, whichever that is, and the backward
+    likewise. So a microbatch may skip layers, and layers that run eagerly keep the turn.
+
     Args:
         chunks: the model chunks of this rank.
-        config: what to capture and how; ``impl`` is ``transformer_engine``.
-        session: owner of the graphs.
+        config: what to capture and how; ``impl`` is ``transformer_engine``. Whatever ``policy`` says (but for ``off``),
+            what cannot be captured is an error.
+        session: owner of the graphs; by default a new one on the device of the first parameter.
 
     Raises:
-        ConfigError: nothing to capture, or see the base.
+        ConfigError: nothing to capture, or see the base. No ``forward`` is replaced then.
     """
 
     _impls: ClassVar[frozenset[CudaGraphImpl]] = frozenset({CudaGraphImpl.transformer_engine})
 
-    def __init__(self, chunks: Sequence[nn.Module], config: CudaGraphConfig, *, session: GraphSession) -> None:
+    def __init__(
+        self, chunks: Sequence[nn.Module], config: CudaGraphConfig, *, session: GraphSession | None = None
+    ) -> None:
         self._cursor: OrderCursor | None = None
-        self._current: dict[int, Turn] = {}
+        self._current: dict[int, _Microbatch] = {}
         """For each chunk, the forward whose turn was last."""
         self._is_recorded = False
+        self._closes_when_idle = False
         self._eager_in_flight: set[int] = set()
         """Eager forwards of the step whose backward may still come, by a number each."""
         self._chunks = tuple(chunks)
         model = chunks[0] if len(chunks) == 1 else nn.ModuleList(chunks)
+        if config.policy is CapturePolicy.auto:
+            config = replace(config, policy=CapturePolicy.required)
         super().__init__(model, config, session=session, is_automatic=False)
-        self.on_mismatch = MismatchPolicy.error
-        self._apart = self._chunk_of = self._find_chunks(chunks)
-        self._first: set[Region] = set()
-        self._last: set[Region] = set()
+        # Nothing is captured on demand: what was not seen before the capture runs eagerly, or is an error.
+        if self.on_mismatch is MismatchPolicy.recapture:
+            self.on_mismatch = MismatchPolicy.eager
+        try:
+            self._apart = self._chunk_of = self._find_chunks(chunks)
+        except ConfigError:
+            self._put_back()
+            raise
+        self._recorded = RecordedPasses(self._chunk_of)
+        self._places: Mapping[Region, int] = {}
+        """Of each captured region among the layers of its chunk."""
+        self._has_run = self._is_held = False
+        """Since :meth:`before_call` has last found nothing in flight; and whether a held result was in the way."""
+        self._num_held_steps = 0
+        self._plan, self._handovers = Plan(), dict[Key, Handover]()
         self.num_slots: tuple[int, ...] = ()
         """Sets of graphs of each chunk: as many as microbatches are in flight."""
 
@@ -81,57 +119,76 @@ class OrderedGraphs(CudaGraphManager):
 
     @property
     def is_recorded(self) -> bool:
-        """True once every layer was seen forward and backward."""
+        """True once every layer was seen forward and backward, or was seen to need no backward."""
         observer = self.observer
         if not self._is_recorded and observer is not None:
-            trained = {variant.region for variant, _ in observer.plan.trained()}
-            self._is_recorded = set(self._chunk_of) <= trained
+            seen = self._recorded.trained_regions(observer.plan) | self.observed.without_gradient
+            self._is_recorded = set(self._chunk_of) <= seen
         return self._is_recorded
 
     # ----- what the calls ask
 
+    def before_call(self) -> None:
+        """See the base; and replace graphs whose results callers hold for good."""
+        # What comes by here is not what a run expects: a layer was skipped, and its results hold memory.
+        for now in self._current.values():
+            for receiver in now.chain.receivers if now.chain is not None else ():
+                if receiver.pending is not None:
+                    receiver.pending.drop()
+        if self._has_run and self._is_idle():
+            self._num_held_steps = self._num_held_steps + 1 if self._is_held else 0
+            self._has_run = self._is_held = False
+            if self._num_held_steps >= self._config.capture_after:
+                self._num_held_steps = 0
+                self._replace()
+        super().before_call()
+
+    def _is_idle(self) -> bool:
+        return not self._num_open and not self._eager_in_flight
+
     def observed_call(self) -> PlanObserver | None:
-        """Calls are recorded until every layer was seen."""
-        return None if self.is_recorded else super().observed_call()
+        """Calls are recorded until the capture."""
+        observer = self.observer
+        if observer is None or self._cursor is not None:
+            return None
+        if self.is_recorded:
+            if observer.plan.events and not observer.num_in_flight:
+                self._recorded.take(observer.plan)
+            is_full = self._recorded.num_signatures() >= _MAX_SIGNATURES
+            if is_full or len(observer.plan.events) > _MAX_RECORDED:
+                return None
+        return observer
 
     def before_run(self, chain: Chain, index: int) -> Callable[[GraphPair], None] | None:
-        """It is the turn of a chunk when its first layer begins, and of its backward once a run reached its last."""
-        forward = self._takes_turn(chain.pairs[index].region)
+        """It is the turn of a chunk when a layer begins, and of its backward when the first backward half does."""
         check = super().before_run(chain, index)
-        cursor = self._cursor
-        if forward is None or cursor is None or chain.pairs[-1].region not in self._last:
+        now = self._turn_of(chain.pairs[index].region)
+        if now is None:
             return check
+        now.chain = chain
+        cursor = self._cursor
 
         def take_backward(last: GraphPair) -> None:
-            if last.region in self._last:
-                cursor.take(_backward_of(forward))
+            self._backward_begins(now, cursor)
             if check is not None:
                 check(last)
 
         return take_backward
 
     def not_replayed(self, calls: RegionCalls, reason: EagerReason) -> Callable[[Any], None] | None:
-        """Refuse a call out of turn; count any other one as the turn of its chunk."""
-        cursor = self._cursor
+        """Refuse a call out of turn; any other one takes the turn of its chunk as a replay would."""
         # Of a step in training, one layer may still be in evaluation mode.
-        is_evaluation = reason is EagerReason.EVALUATION and not (torch.is_grad_enabled() and self._model.training)
-        if cursor is None or is_evaluation or reason in _NOT_OF_THE_STEP:
+        is_training = torch.is_grad_enabled() and any(chunk.training for chunk in self._chunks)
+        is_evaluation = reason is EagerReason.EVALUATION and not is_training
+        if is_evaluation or reason in _NOT_OF_THE_STEP:
             return None
-        held = {pair.lane for pair in calls.pairs()} if reason is EagerReason.RESULT_HELD else set()
-        if reason is EagerReason.PLACE_IN_USE:
-            held = {source.lane for pair in calls.pairs() for source in pair.sources() if source.is_held()}
-        if reason in _REFUSED and not held:
-            turn = cursor.next_forward(calls.region.name, self._chunk_of[calls.region])
-            raise PlanError(
-                f"expected {cursor.expected}, and {turn} came ({reason})",
-                where=calls.region.name,
-                fix="run forwards and backwards in the order of the schedule that was captured; after an error in the "
-                "middle of a step let go of its results",
-            )
-        for lane in held:
-            lane.copy_held_results()
-        forward = self._takes_turn(calls.region)
-        in_flight = _EagerForward(self._eager_in_flight)
+        now = self._turn_of(calls.region)
+        if now is None:
+            return None
+        if reason in (EagerReason.RESULT_HELD, EagerReason.PLACE_IN_USE):
+            self._is_held = True
+            self._copy_held_results(calls)
+        cursor, in_flight = self._cursor, _EagerForward(self._eager_in_flight)
 
         def watch(result: Any) -> None:
             wanted = [tensor for tensor in flatten(result)[0] if tensor.requires_grad]
@@ -140,25 +197,55 @@ class OrderedGraphs(CudaGraphManager):
 
         def backward_begins(_gradient: Tensor) -> None:
             in_flight.end()
-            if forward is not None and calls.region in self._last:
-                cursor.take(_backward_of(forward))
+            self._backward_begins(now, cursor)
 
         return watch
 
-    def _takes_turn(self, region: Region) -> Turn | None:
-        if self._cursor is None:
+    def _turn_of(self, region: Region) -> _Microbatch | None:
+        """The microbatch that a call belongs to; the first call of one takes the turn of its forward.
+
+        Raises:
+            PlanError: it is not its turn.
+        """
+        cursor, place = self._cursor, self._places.get(region)
+        if cursor is None or place is None:
             return None
+        self._has_run = True
         chunk = self._chunk_of[region]
-        if region in self._first:
-            turn = self._cursor.next_forward(_LAYERS, chunk)
-            self._cursor.take(turn)
-            self._current[chunk] = turn
-        return self._current.get(chunk)
+        now = self._current.get(chunk)
+        if now is None or now.has_backward or place <= self._latest_place(now):
+            turn = cursor.next_forward(_LAYERS, chunk)
+            expected = cursor.expected
+            try:
+                cursor.take(turn)
+            except PlanError as error:
+                named = replace(turn, name=region.name)
+                raise PlanError(f"expected {expected}, and {named} came", where=error.where, fix=error.fix) from None
+            now = self._current[chunk] = _Microbatch(turn, place)
+        now.place, now.chain = place, None
+        return now
+
+    def _latest_place(self, now: _Microbatch) -> int:
+        span = now.chain.lane.latest if now.chain is not None else None
+        if now.chain is None or span is None:
+            return now.place
+        done = (pair for pair in now.chain.pairs if pair.forward_position <= span.forward_position)
+        return max([now.place, *(self._places[pair.region] for pair in done)])
+
+    def _backward_begins(self, now: _Microbatch, cursor: OrderCursor | None) -> None:
+        # After the graphs are deleted there is no order any more.
+        if cursor is not None and cursor is self._cursor and not now.has_backward:
+            cursor.take(replace(now.turn, phase=Phase.BACKWARD))
+            now.has_backward = True
 
     # ----- capture
 
-    def capture(self, steps: Sequence[pipeline_order.OrderStep]) -> None:
-        """Capture every layer for a schedule.
+    def capture(self, steps: Sequence[OrderStep], is_wanted: Callable[[Variant], bool] = lambda _variant: True) -> None:
+        """Capture every layer for a schedule, with each signature that it was seen with.
+
+        Args:
+            steps: the schedule.
+            is_wanted: true for the signatures that go first if there are more than ``max_signatures``.
 
         Raises:
             LifecycleError: not every layer has been seen forward and backward, or something is in flight.
@@ -166,13 +253,18 @@ class OrderedGraphs(CudaGraphManager):
         """
         self.session.require_open()
         observer = self.observer
-        if observer is None or not self.is_recorded or observer.num_in_flight or self._num_open:
-            seen = {variant.region for variant, _ in observer.plan.trained()} if observer is not None else set()
-            missing = [region.name for region in self._chunk_of if region not in seen]
+        if not self._chunk_of:
+            return
+        if observer is None or not self.is_recorded:
+            raise self._not_recorded(observer)
+        # With one microbatch at a time, it does not matter what becomes of forwards that nobody has used.
+        num_in_flight = observer.num_in_flight if len(steps) > 2 else 0
+        if num_in_flight:
             raise LifecycleError(
-                f"no forward and backward was seen of {', '.join(missing)}" if missing else "a step is under way",
+                f"a step is under way: a backward may still come for {num_in_flight} calls of layers",
                 where="create_cudagraphs",
-                fix="run at least one training step before, and create the graphs between two steps",
+                fix="create the graphs between two steps; let go of losses whose backward never runs, and compute them "
+                "under torch.no_grad()",
             )
         if observer.plan.reused:
             names = ", ".join(region.name for region in observer.plan.reused)
@@ -181,20 +273,78 @@ class OrderedGraphs(CudaGraphManager):
                 where="create_cudagraphs",
                 fix="use a layer once, or graphstep.attach, which captures each use",
             )
-        handovers = dict(self.observed.handovers)
-        found = ordered_plan(observer.plan, handovers, self._chunk_of, steps)
+        self._recorded.take(observer.plan)
+        passes = self._recorded.plans(observer.plan, is_wanted, self._config.max_signatures)
+        if not passes:
+            names = ", ".join(region.name for region in self._chunk_of)
+            raise CaptureError(
+                f"there is nothing to capture: no result of {names} needs a gradient",
+                where="create_cudagraphs",
+                fix="train parameters of a layer, or of what comes before the layers; else leave the graphs out",
+            )
+        found = [ordered_plan(each, self.observed.handovers, self._chunk_of, steps) for each in passes]
+        plan = joined(each.plan for each in found)
+        handovers = {key: handover for each in found for key, handover in each.handovers.items()}
         self._check_attributes()
-        self._capture(found.plan, found.handovers, self._config.merge_layers)
+        self._capture(plan, handovers, self._config.merge_layers)
+        self._plan, self._handovers = plan, handovers
+        self._places = self._recorded.order_of(passes)
+        self.num_slots = found[0].num_slots
+        for region, calls in self._regions.items():
+            if region not in self._places:
+                is_frozen = region in self.observed.without_gradient
+                calls.why_not = EagerReason.NO_GRADIENT if is_frozen else EagerReason.TOO_MANY_SIGNATURES
         self.observed.forget()
         self.observer = None
-        order: dict[int, list[Region]] = {}
-        for variant, _ in found.plan.calls:
-            order.setdefault(self._chunk_of[variant.region], []).append(variant.region)
-        self._first = {regions[0] for regions in order.values()}
-        self._last = {list(dict.fromkeys(regions))[-1] for regions in order.values()}
-        self.num_slots = found.num_slots
-        turns = [Turn(_LAYERS, step.chunk, step.microbatch, step.phase) for step in steps]
-        self._cursor = OrderCursor(turns, lambda: not self._num_open and not self._eager_in_flight)
+        # The order does not wait for a chunk without anything to capture.
+        chunks = {self._chunk_of[region] for region in self._places}
+        turns = [Turn(_LAYERS, step.chunk, step.microbatch, step.phase) for step in steps if step.chunk in chunks]
+        self._cursor = OrderCursor(turns, self._is_idle)
+
+    def _not_recorded(self, observer: PlanObserver | None) -> LifecycleError:
+        plan = observer.plan if observer is not None else Plan()
+        seen = self._recorded.trained_regions(plan) | self.observed.without_gradient
+        missing = [calls for region, calls in self._regions.items() if region not in seen]
+        reasons = sorted({str(reason) for calls in missing for reason in calls.stats.eager_calls})
+        return LifecycleError(
+            f"no forward and backward was seen of {', '.join(calls.region.name for calls in missing)}"
+            + (f" (calls so far: {', '.join(reasons)})" if reasons else ""),
+            where="create_cudagraphs",
+            fix="run at least one training step before, in which each layer takes part; leave out layers that never do",
+        )
+
+    def _copy_held_results(self, calls: RegionCalls) -> None:
+        """Have callers get copies of the results that are in the way of a call, from their next one on."""
+        pairs = [pair for each in self._regions.values() for pair in each.pairs() if not pair.num_in_flight]
+        for mine in calls.pairs():
+            behind = (
+                pair for pair in pairs if pair.lane is mine.lane and pair.forward_position >= mine.forward_position
+            )
+            for pair in {*behind, *(source for source in mine.sources() if not source.num_in_flight)}:
+                pair.copies_results = pair.copies_results or pair.is_held()
+
+    def _replace(self) -> None:
+        """Capture all graphs anew, in other memory than what callers hold, and let go of the old ones.
+
+        What takes a result that callers get a copy of gets a static input of its own.
+        """
+        regions = self._regions.values()
+        kept = {pair.region for calls in regions for pair in calls.pairs() if pair.copies_results}
+        if not kept or any(calls.is_captured and calls.current is None for calls in regions):
+            return
+        old = dict.fromkeys(chain for calls in regions for links in calls.links.values() for chain, _ in links)
+        plan = Plan(self._plan.events, {k: _without(kept, c) for k, c in self._plan.calls.items()}, self._plan.reused)
+        try:
+            self._capture(plan, self._handovers, self._config.merge_layers)
+        except CaptureError as error:
+            warnings.warn(f"layers whose results are held go on eagerly: {error}", UserWarning, stacklevel=5)
+            return
+        self._plan = plan
+        for chain in old:
+            self._chains.drop(chain, self._regions)
+        for region in kept:
+            for pair in self._regions[region].pairs():
+                pair.copies_results = True
 
     def _capture_observed(self) -> None:
         """Nothing is captured on demand."""
@@ -207,6 +357,36 @@ class OrderedGraphs(CudaGraphManager):
                 found = made[self._chunk_of[calls.region]]
                 owners = [inner for inner in calls.region.modules if [*inner.parameters(recurse=False)]]
                 calls.manual_hook = partial(_call_with_each, found, owners) if found is not None else None
+
+    # ----- end
+
+    def delete(self) -> None:
+        """Put the layers' own ``forward`` back, and free the graphs as soon as nothing is in flight.
+
+        What is in flight keeps its backward. May be called twice.
+        """
+        self._put_back()
+        self._cursor = None
+        self._closes_when_idle = True
+        if not self._num_open:
+            self.close()
+
+    def _run_closed(self) -> None:
+        super()._run_closed()
+        if self._closes_when_idle and not self._num_open:
+            self.close()
+
+    def close(self) -> None:
+        """See the base."""
+        self._cursor = None
+        super().close()
+
+
+def _without(regions: Collection[Region], call: ObservedCall) -> ObservedCall:
+    """A call whose arguments are not taken from where the results of these lie."""
+    is_cut = [origin is not None and origin.variant.region in regions for origin in call.origins]
+    origins = tuple(None if cut else origin for cut, origin in zip(is_cut, call.origins, strict=True))
+    return replace(call, origins=origins, follows=None if any(is_cut) else call.follows)
 
 
 class _EagerForward:
@@ -232,7 +412,3 @@ def _hook_of(chunk: nn.Module) -> Callable[[nn.Module], object] | None:
 def _call_with_each(hook: Callable[[nn.Module], object], modules: Sequence[nn.Module]) -> None:
     for module in modules:
         hook(module)
-
-
-def _backward_of(forward: Turn) -> Turn:
-    return Turn(forward.name, forward.chunk, forward.microbatch, pipeline_order.Phase.BACKWARD)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from graphstep.capture.chain import Handover
 from graphstep.capture.plan import Event, Key, ObservedCall, Origin, Phase, Plan, Variant, lowest_free
 from graphstep.capture.region import Region
-from graphstep.strategies import pipeline_order
+from graphstep.strategies.order_steps import OrderStep, max_in_flight
 
 
 @dataclass(slots=True)
@@ -25,7 +25,7 @@ def ordered_plan(
     recorded: Plan,
     handovers: Mapping[Key, Handover],
     chunk_of: Mapping[Region, int],
-    steps: Sequence[pipeline_order.OrderStep],
+    steps: Sequence[OrderStep],
 ) -> OrderedPlan:
     """The plan of a schedule.
 
@@ -47,11 +47,11 @@ def ordered_plan(
     for step in steps:
         keys = layers[step.chunk] if step.chunk < len(layers) else []
         place = step.chunk, step.microbatch
-        if step.phase is pipeline_order.Phase.FORWARD:
+        if step.phase is Phase.FORWARD:
             slots[place] = lowest_free([slot for (chunk, _), slot in slots.items() if chunk == step.chunk])
             for key in keys:
                 _add_forward(found, recorded.calls[key], handovers.get(key), key, slots[place], set(keys))
-        elif step.phase is pipeline_order.Phase.BACKWARD:
+        elif step.phase is Phase.BACKWARD:
             slot = slots.pop(place)
             found.plan.events += [Event(variant, slot, Phase.BACKWARD) for variant, _ in reversed(keys)]
     return found
@@ -97,5 +97,5 @@ def _add_forward(
         found.handovers[variant, slot] = handover
 
 
-def _depth(steps: Sequence[pipeline_order.OrderStep], chunk: int) -> int:
-    return pipeline_order.max_in_flight(steps).get(chunk, 0)
+def _depth(steps: Sequence[OrderStep], chunk: int) -> int:
+    return max_in_flight(steps).get(chunk, 0)

@@ -9,13 +9,15 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from graphstep.capture.plan import Phase, Variant
 from graphstep.capture.report import CaptureReport
 from graphstep.capture.session import GraphSession
 from graphstep.capture.static_inputs import to_device
 from graphstep.config import CudaGraphConfig
 from graphstep.errors import ConfigError, InputMismatchError, LifecycleError, Problem
-from graphstep.strategies import pipeline_order
+from graphstep.strategies.order_steps import steps_of
 from graphstep.strategies.ordered_graphs import OrderedGraphs
+from graphstep.strategies.pipeline_order import pipeline_order
 from graphstep.strategies.protocol import ForwardBackward
 
 
@@ -24,14 +26,20 @@ class TECudaGraphHelper:
 
     From construction on, the layers record how they are called; everything runs eagerly. After the first steps
     :meth:`create_cudagraphs` captures them for the order of the schedule, and from then on they replay in that order: a
-    forward or backward out of turn raises ``PlanError``, other arguments ``InputMismatchError``, a weight that moved
-    ``StaleAddressError``. Evaluation (grad mode or training flags off) stays eager at any time. Nothing of Transformer
-    Engine is needed.
+    forward or backward out of turn raises ``PlanError``, a weight that moved ``StaleAddressError``. Evaluation (grad
+    mode or training flags off) stays eager at any time. Nothing of Transformer Engine is needed.
+
+    Each signature (shapes, types, modes) that a layer was seen with before the capture gets graphs, up to
+    ``config.max_signatures``. Calls with another one run eagerly and are counted with the reason, or raise
+    ``InputMismatchError`` with ``config.on_mismatch='error'``. A layer whose results need no gradient, such as a frozen
+    first one, runs eagerly too, and so does one whose earlier result is still held: from then on callers get copies,
+    and what they keep for ``config.capture_after`` steps gets its slot replaced by a new capture. A microbatch may skip
+    layers.
 
     Args:
         model: the model, or its chunks on this rank; wrappers are looked into.
         config: what to capture; ``impl`` is ``transformer_engine``.
-        seq_length: tokens of a sequence; checked against the recorded calls.
+        seq_length: tokens of a sequence; each layer has to be seen with these sizes, among others.
         micro_batch_size: sequences of a microbatch; checked as well.
         optimizers: accepted; a capture leaves gradients as they are.
         num_microbatches: of a step. Of a single stage with one chunk any number may be run.
@@ -66,62 +74,66 @@ class TECudaGraphHelper:
             raise ConfigError(Problem("te-no-model", "there is no model chunk", "model", "give a module"))
         if order is None:
             is_single = pipeline_size == 1 and len(chunks) == 1
-            order = pipeline_order.pipeline_order(
+            order = pipeline_order(
                 1 if is_single else num_microbatches,
                 pipeline_size=pipeline_size,
                 pipeline_rank=pipeline_rank,
                 num_model_chunks=len(chunks),
                 microbatch_group_size=microbatch_group_size,
             )
-        self.steps = pipeline_order.steps_of(order, num_chunks=len(chunks), names="order")
+        self.steps = steps_of(order, num_chunks=len(chunks), names="order")
         """The schedule that is captured."""
+        if any(step.phase is Phase.WEIGHT_GRADIENT for step in self.steps):
+            what = "the order has entries of their own for weight gradients, which graphs of layers do not have"
+            raise ConfigError(Problem("te-weight-gradients", what, "order", "leave the entries out that end in .5"))
         self._sizes = micro_batch_size, seq_length
-        self._session = session
-        self._graphs: OrderedGraphs | None = self._open(chunks, config)
-        self._has_captured = False
-
-    def _open(self, chunks: Sequence[nn.Module], config: CudaGraphConfig) -> OrderedGraphs:
-        parameter = next((p for chunk in chunks for p in chunk.parameters()), None)
-        device = parameter.device if parameter is not None else "cpu"
-        return OrderedGraphs(chunks, config, session=self._session or GraphSession(device))
+        self._graphs = OrderedGraphs(chunks, config, session=session)
+        self._has_captured = self._is_deleted = False
 
     @property
     def num_buffer_sets(self) -> tuple[int, ...]:
         """For each chunk, sets of static buffers and graphs: microbatches in flight, however many a step has."""
-        return self._graphs.num_slots if self._graphs is not None else ()
+        return self._graphs.num_slots if self.graphs_created() else ()
 
     @property
     def is_recorded(self) -> bool:
-        """True once every layer has run forward and backward, so that graphs can be created."""
-        return self._graphs is not None and self._graphs.is_recorded
+        """True once every layer that has a backward has run forward and backward, so that graphs can be created."""
+        return not self._is_deleted and self._graphs.is_recorded
 
     def create_cudagraphs(self) -> None:
         """Capture the layers. Does nothing if that has been done.
 
         Raises:
             LifecycleError: called before a training step, in the middle of one, or after :meth:`delete_cuda_graphs`.
-            InputMismatchError: the recorded calls have other sizes than this object was made for.
-            CaptureError: names the layer. Nothing is left behind.
+            InputMismatchError: no recorded call of a layer has the sizes that this object was made for.
+            CaptureError: names the layer; or no layer has a backward. Nothing is left behind, and this may be called
+                again.
         """
         graphs = self._opened("create_cudagraphs")
         if graphs.is_captured:
             return
-        self._check_sizes(graphs)
-        graphs.capture(self.steps)
+        if graphs.is_recorded:
+            self._check_sizes(graphs)
+        graphs.capture(self.steps, self._has_sizes)
         self._has_captured = True
 
     def _check_sizes(self, graphs: OrderedGraphs) -> None:
-        plan = graphs.observer.plan if graphs.observer is not None else None
-        for call in plan.calls if plan is not None else ():
-            layouts = call[0].signature.layouts
-            shape = layouts[0].shape if layouts else ()
-            if len(shape) >= 2 and sorted(shape[:2]) != sorted(self._sizes):
-                raise InputMismatchError(
-                    f"it was called with a tensor of shape {tuple(shape)}, which has not the micro-batch size "
-                    f"{self._sizes[0]} and the sequence length {self._sizes[1]}",
-                    where=call[0].region.name,
-                    fix="give TECudaGraphHelper the sizes of the training step",
-                )
+        recorded = [variant for variant, _ in graphs.observer.plan.calls] if graphs.observer is not None else []
+        fitting = {variant.region for variant in recorded if self._has_sizes(variant)}
+        other = {variant.region.name: variant for variant in recorded if variant.region not in fitting}
+        if other:
+            shapes = {str(tuple(variant.signature.layouts[0].shape)) for variant in other.values()}
+            raise InputMismatchError(
+                f"called with tensors of shape {', '.join(sorted(shapes))} only, which have not the micro-batch size "
+                f"{self._sizes[0]} and the sequence length {self._sizes[1]}",
+                where=", ".join(other),
+                fix="give TECudaGraphHelper the sizes of the training step",
+            )
+
+    def _has_sizes(self, variant: Variant) -> bool:
+        layouts = variant.signature.layouts
+        shape = layouts[0].shape if layouts else ()
+        return len(shape) < 2 or sorted(shape[:2]) == sorted(self._sizes)
 
     def cuda_graph_set_manual_hooks(self, hook: Callable[[nn.Module], object] | None = None) -> None:
         """Have a function called with every captured module that has parameters, before each replay of its layer.
@@ -133,7 +145,7 @@ class TECudaGraphHelper:
                 without either nothing happens.
 
         Raises:
-            LifecycleError: there are no graphs yet.
+            LifecycleError: there are no graphs yet, or no more.
         """
         graphs = self._opened("cuda_graph_set_manual_hooks")
         if not graphs.is_captured:
@@ -150,25 +162,27 @@ class TECudaGraphHelper:
 
     def graphs_created(self) -> bool:
         """True while there are graphs."""
-        return self._graphs is not None and self._graphs.is_captured
+        return self._graphs.is_captured
 
     def delete_cuda_graphs(self) -> None:
-        """Free the graphs; the layers run eagerly from now on. May be called at any time, and twice."""
-        graphs, self._graphs = self._graphs, None
-        if graphs is not None:
-            graphs.close()
+        """Free the graphs; the layers run eagerly from now on. May be called at any time, and twice.
+
+        What is in flight keeps its backward: memory is free when the last one has run, or its results are gone.
+        """
+        self._is_deleted = True
+        self._graphs.delete()
 
     def report(self) -> CaptureReport:
-        """What has been captured, and how it was used.
-
-        Raises:
-            LifecycleError: the graphs are deleted.
-        """
-        return self._opened("report").report()
+        """What has been captured, and how it was used; also after :meth:`delete_cuda_graphs`."""
+        return self._graphs.report()
 
     def _opened(self, where: str) -> OrderedGraphs:
-        if self._graphs is None:
-            raise LifecycleError("the graphs are deleted", where=where, fix="make a new TECudaGraphHelper")
+        if self._is_deleted:
+            raise LifecycleError(
+                "delete_cuda_graphs() was called, and the layers record nothing any more",
+                where=where,
+                fix="make a new TECudaGraphHelper, run a training step, then call create_cudagraphs()",
+            )
         return self._graphs
 
 
@@ -196,7 +210,7 @@ class TransformerEngineGraphs:
         self._function, self._model, self._session = forward_backward_func, model, session
         self._num_warmup_steps = config.warmup_steps
         self._num_steps = 0
-        steps = pipeline_order.steps_of(pipeline_order.pipeline_order(1), num_chunks=1)
+        steps = steps_of(pipeline_order(1), num_chunks=1)
         self._steps, self._graphs = steps, OrderedGraphs([model], config, session=session)
 
     def forward_backward(
@@ -206,7 +220,8 @@ class TransformerEngineGraphs:
 
         Raises:
             CaptureError: names the layer that cannot be captured.
-            InputMismatchError: a layer is called in another way than in the warmup steps.
+            InputMismatchError: a layer is called in another way than in the warmup steps, with ``on_mismatch='error'``;
+                otherwise such calls run eagerly.
             PlanError: the function runs several microbatches at a time.
             StaleAddressError: a parameter, buffer or gradient has moved since the capture.
             LifecycleError: this object is closed, or a layer took no part in the warmup steps.

@@ -10,7 +10,9 @@ import torch
 from tests.strategies.callables.jobs import HIDDEN, Block, Job
 from torch import Tensor, nn
 
-from graphstep.strategies.pipeline_order import OrderStep, Phase, pipeline_order, steps_of
+from graphstep.capture.plan import Phase
+from graphstep.strategies.order_steps import OrderStep, steps_of
+from graphstep.strategies.pipeline_order import pipeline_order
 
 
 class Small(nn.Module):
@@ -42,7 +44,7 @@ class Rank:
         **more: Any,
     ) -> None:
         self.chunks, self.steps = chunks, steps_of(order, num_chunks=len(chunks))
-        self.num_microbatches = len(self.steps) // (2 * len(chunks))
+        self.num_microbatches = sum(step.phase is Phase.FORWARD and step.chunk == 0 for step in self.steps)
         layers = tuple(layer for chunk in chunks for layer in chunk)
         self.calls: list[Callable[..., Tensor]] = job.graphed(
             layers,
@@ -77,6 +79,12 @@ class Rank:
             torch.autograd.backward(result, gradient)
         assert given.grad is not None
         return given.grad
+
+    def weight_gradients(self, chunk: int, microbatch: int) -> None:
+        """Of all layers, last first; eager code has computed them in the backward."""
+        if self.handle is not None:
+            for layer in reversed(self.layers_of(chunk, microbatch)):
+                layer.backward_dw()  # type: ignore[attr-defined]
 
 
 class Pipeline:
@@ -121,7 +129,7 @@ class Pipeline:
             stage = step.chunk * num_stages + rank
             if step.phase is Phase.FORWARD:
                 return (stage, step.microbatch) in activations
-            return stage == last or (stage, step.microbatch) in gradients
+            return step.phase is Phase.WEIGHT_GRADIENT or stage == last or (stage, step.microbatch) in gradients
 
         def run(rank: int, step: OrderStep) -> None:
             stage, m = step.chunk * num_stages + rank, step.microbatch
@@ -133,6 +141,9 @@ class Pipeline:
                     values[m] = losses[m].detach().clone()
                 else:
                     activations[stage + 1, m] = self._sent(result)
+                return
+            if step.phase is Phase.WEIGHT_GRADIENT:
+                self.ranks[rank].weight_gradients(step.chunk, m)
                 return
             gradient = self.ranks[rank].backward(
                 step.chunk, m, gradients.pop((stage, m), None), losses.pop(m, None) if stage == last else None

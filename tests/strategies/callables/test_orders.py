@@ -10,7 +10,9 @@ import torch
 from tests.strategies.callables.jobs import DTYPES, Block, Job, compared
 from tests.strategies.callables.pipelines import Pipeline, Rank, Small, order_of_rank
 
-from graphstep.strategies.pipeline_order import Phase, expanded, max_in_flight, steps_of
+from graphstep.capture.plan import Phase
+from graphstep.strategies.layer_order import order_of_layers
+from graphstep.strategies.order_steps import max_in_flight, steps_of
 
 CHUNKS = [1, 2, 4]
 
@@ -156,7 +158,7 @@ def test_layers_of_a_backward_between_those_of_the_next_forward(
     num_layers = sum(layers[:num_chunks])
 
     def script(job: Job) -> None:
-        order = expanded(order_of_rank(num_stages, 0, 4, num_chunks), layers[:num_chunks])
+        order = order_of_layers(order_of_rank(num_stages, 0, 4, num_chunks), layers[:num_chunks])
         rank = Rank(job, order, [[job.built(Small)] for _ in range(num_layers)])
         for _ in range(3):
             found = []

@@ -1,0 +1,62 @@
+"""Compares the arguments of a call with a sample, and names those that differ."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from graphstep.capture.signature import Signature, TensorLayout
+from graphstep.capture.tree import tensor_paths
+
+
+def layout_guard(signature: Signature) -> Callable[..., bool] | None:
+    """A fast check of plain positional tensors, if the sample had nothing else."""
+    paths = tensor_paths(signature.structure)
+    if paths != [f"[0][{index}]" for index in range(len(paths))]:
+        return None
+    layouts = signature.layouts
+
+    def holds(*tensors: Tensor) -> bool:
+        return all(TensorLayout.of(tensor) == layout for tensor, layout in zip(tensors, layouts, strict=True))
+
+    return holds
+
+
+def named_differences(mine: Signature, given: Signature, names: Sequence[str]) -> list[str]:
+    """In words, with the names of arguments. Strides do not matter: arguments are copied."""
+    if mine == given:
+        return []
+    layouts = tuple(
+        TensorLayout(theirs.shape, own.stride, theirs.dtype, theirs.device, theirs.requires_grad)
+        if own.shape == theirs.shape
+        else theirs
+        for own, theirs in zip(mine.layouts, given.layouts, strict=False)
+    )
+    if len(layouts) == len(given.layouts):
+        given = Signature(given.structure, layouts, given.ambient, given.training, mine.repeated)
+    return [_with_name(text, names) for text in mine.differences(given, "")]
+
+
+def names_of(function: Callable[..., Any]) -> Sequence[str]:
+    """Of the positional arguments of a function, or of a module's forward."""
+    try:
+        parameters = inspect.signature(getattr(function, "forward", function)).parameters.values()
+    except (TypeError, ValueError):
+        return ()
+    return [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+
+
+def _with_name(text: str, names: Sequence[str]) -> str:
+    """``[0][1].mask changed shape`` as ``argument 'context'.mask changed shape``."""
+    for index in range(text.count("[") + len(names)):
+        start = f"[0][{index}]"
+        if text.startswith(start):
+            name = repr(names[index]) if index < len(names) else f"number {index + 1}"
+            return f"argument {name}{text[len(start) :]}"
+    if text.startswith("[1]['"):
+        name, rest = text[len("[1]['") :].split("']", 1)
+        return f"argument {name!r}{rest}"
+    return text
