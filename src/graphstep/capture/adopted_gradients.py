@@ -6,6 +6,7 @@ import sys
 from operator import attrgetter, is_
 from typing import Final
 
+import torch
 from torch import Tensor
 
 from graphstep.capture.gradients import UNHELD, Home, Homes, fits, is_stale, refuse_alias, show
@@ -32,6 +33,7 @@ class AdoptedGradients:
         self._shown: list[Tensor] = []
         self._holders = HolderCount(())
         self._num_holders: list[int] = []
+        self._unheld = _references_of_a_gradient()
 
     def standing(self, leaf: Tensor) -> Tensor | None:
         """Where the gradient of a leaf lives already, if anywhere."""
@@ -60,13 +62,16 @@ class AdoptedGradients:
         Raises:
             LifecycleError: a gradient is kept through another tensor over its memory, and would be overwritten.
         """
-        # One reference is the home's, one that of the list.
-        kept = [home for home in self._homes if sys.getrefcount(home.shown) > UNHELD + 1]
+        kept = [
+            home
+            for home in self._homes
+            # Two references are the home's and that of the list; leaf.grad may keep one to the Python object, too.
+            if sys.getrefcount(home.shown) > (self._unheld if home.leaf.grad is home.shown else UNHELD + 1)
+        ]
         if kept:
             self._shown = []
             for home in kept:
-                if sys.getrefcount(home.shown) > UNHELD:
-                    show(home)
+                show(home)
             self._shown = [home.shown for home in self._homes]
         if self._holders.now() != self._num_holders:
             for home in self._homes:
@@ -82,6 +87,17 @@ class AdoptedGradients:
             if home.leaf.grad is not home.shown or _has_moved(home):
                 show(home)
         self._shown = [home.shown for home in self._homes]
+
+
+def _references_of_a_gradient() -> int:
+    """What ``sys.getrefcount`` tells of a gradient that is shown and listed, and nowhere else."""
+    leaf = torch.zeros(1, requires_grad=True)
+    home = Home(leaf, leaf.detach(), 0, False, torch.zeros(1))
+    leaf.grad = home.shown
+    listed = [home.shown]
+    number = sys.getrefcount(home.shown)
+    listed.clear()
+    return number
 
 
 def _has_moved(home: Home) -> bool:

@@ -156,7 +156,11 @@ class TapeEngine:
         recorder = TapeRecorder(self._table, undo, refusals, generators)
         self._capturing_thread = threading.get_ident()
         try:
-            with answers_as_capturing(lambda: self.is_capturing), casts_forgotten():
+            with (
+                answers_as_capturing(lambda: self.is_capturing),
+                casts_forgotten(),
+                torch_private.compiled_code_off(),
+            ):
                 with HostReadGuard(refusals, assignments), recorder:
                     result = function()
                 refusals.raise_swallowed()
@@ -188,8 +192,9 @@ class TapeEngine:
 
     @contextmanager
     def capture_stream(self) -> Iterator[None]:
-        """There are no streams on the CPU: the body runs as it is."""
-        yield
+        """There are no streams on the CPU. Compiled code runs as it was written, as it does when it is recorded."""
+        with torch_private.compiled_code_off():
+            yield
 
     def borrowed_view(self, tensor: Tensor) -> Tensor:
         """A detached alias: a tape never hands memory out twice, so nothing is gained by not owning it."""

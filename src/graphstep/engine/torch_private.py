@@ -5,10 +5,12 @@ Checked on torch 2.11 (CUDA) and 2.13 (CPU).
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from operator import attrgetter
-from typing import Any, Final
+from types import MethodType
+from typing import Any, Final, Self
 
 import torch
 from torch import Tensor
@@ -29,13 +31,38 @@ class DispatchMode(TorchDispatchMode):
     """A dispatch mode that does without the compiler.
 
     PyTorch wraps the handler of a mode so that ``torch.compile`` leaves it alone, and the wrapper imports the compiler
-    on first use: seconds, in the middle of a capture, for a program that compiles nothing. Versions that do not know
-    this method wrap the handler.
+    on first use: seconds, in the middle of a capture, for a program that compiles nothing. So the handler is wrapped
+    here, and only where the compiler is there already. Versions that do not know the method wrap it themselves.
     """
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False
+
+    def __enter__(self) -> Self:
+        compiler = sys.modules.get("torch._dynamo")
+        if compiler is not None and "__torch_dispatch__" not in self.__dict__:
+            handler = compiler.disable(type(self).__torch_dispatch__)
+            self.__dict__["__torch_dispatch__"] = MethodType(handler, self)
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        self.__dict__.pop("__torch_dispatch__", None)
+
+
+@contextmanager
+def compiled_code_off() -> Iterator[None]:
+    """Have what is under ``torch.compile`` run as it was written: compiled kernels pass the dispatcher by.
+
+    Costs nothing in a program that compiles nothing.
+    """
+    if "torch._dynamo" not in sys.modules:
+        yield
+        return
+    with torch.compiler.set_stance("force_eager"):
+        yield
 
 
 def storage_key(tensor: Tensor) -> int:

@@ -69,7 +69,7 @@ class GraphedStep(Generic[P, R]):
         if self._step is None:
             self.session.stats(self._name, "iteration").eager_calls["warmup"] += 1
             with self.session.engine.capture_stream():
-                result: R = self._eager(batch)
+                result = self._run(batch)
             self._step = self._described()
             return result
         if len(self._parts) != self._num_parts:
@@ -100,13 +100,8 @@ class GraphedStep(Generic[P, R]):
         )
 
     def _run(self, batch: tuple[Any, Any]) -> R:
-        if self.session.engine.is_capturing:
-            args, kwargs = batch
-            return self._function(*args, **kwargs)
-        return self._eager(batch)
-
-    def _eager(self, batch: tuple[Any, Any]) -> R:
         args, kwargs = batch
+        # In the capture as well: what torch.compile has made depends on whether there are hooks.
         with self._parts.watching():
             return self._function(*args, **kwargs)
 

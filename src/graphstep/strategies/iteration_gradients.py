@@ -57,13 +57,17 @@ class StepGradients:
         self._homes = GradientHomes(shared)
         self._adopted = AdoptedGradients(shared)
         self._kinds = _Kinds()
+        self._filled: list[Tensor] = []
+        """Leaves whose gradient an eager run has added to or made."""
         self._before: Before = []
+        self._aside: list[tuple[Tensor, Tensor]] = []
+        """Leaves, each with a copy on the host of a gradient that no replay will read."""
         self._where = ""
 
     def again(self) -> StepGradients:
         """For another capture of the same step."""
         made = StepGradients(self._shared)
-        made._kinds = self._kinds
+        made._kinds, made._filled = self._kinds, self._filled
         return made
 
     # ----- around an eager run
@@ -80,8 +84,16 @@ class StepGradients:
         used = {torch_private.storage_key(tensor) for tensor in observation.externals}
         reached = {id(leaf) for leaf in observation.used_leaves}
         kinds = self._kinds = _Kinds()
+        self._filled = []
         for leaf, gradient in before:
-            if isinstance(getattr(leaf, "main_grad", None), Tensor):
+            main = getattr(leaf, "main_grad", None)
+            now = main if isinstance(main, Tensor) else leaf.grad
+            # Seen by what happened to it: what compiled code does with the leaf itself, no observer sees.
+            if now is not None and (
+                torch_private.storage_key(now) in used or (now is not main and now is not gradient)
+            ):
+                self._filled.append(leaf)
+            if isinstance(main, Tensor):
                 continue
             if leaf.grad is gradient:
                 if gradient is None and id(leaf) in reached:
@@ -111,9 +123,13 @@ class StepGradients:
         if kinds.replaced:
             raise CaptureError(_REPLACED.format(len(kinds.replaced)), where=where, fix=_NOT_REPLACED)
         anew = self._made_anew() | kinds.dropped | kinds.never_there
+        leaves = list({id(leaf): leaf for leaf in (*leaves, *self._filled)}.values())
         self._homes.add(leaf for leaf in leaves if id(leaf) not in anew)
-        self._before = [(leaf, leaf.grad) for leaf in {id(leaf): leaf for leaf in (*anew.values(), *leaves)}.values()]
+        self._before = [(leaf, leaf.grad) for leaf in leaves if id(leaf) not in anew]
         for leaf in anew.values():
+            # The graph will make it in memory of its own: there should not be two of each meanwhile.
+            if leaf.grad is not None:
+                self._aside.append((leaf, leaf.grad.to("cpu", copy=True)))
             leaf.grad = None
 
     def collect(self) -> None:
@@ -125,12 +141,10 @@ class StepGradients:
 
     def problem(self) -> CaptureError | None:
         """After a capture: what a replay could not do, although it was captured."""
-        anew = self._made_anew()
-        is_gone = [leaf for leaf in anew.values() if leaf.grad is None]
+        is_gone = [leaf for leaf in self._made_anew().values() if leaf.grad is None]
         is_there = [leaf for kind in (self._kinds.dropped, self._kinds.never_there) for leaf in kind.values()]
         is_there = [leaf for leaf in is_there if leaf.grad is not None]
-        others = [(leaf, gradient) for leaf, gradient in self._before if id(leaf) not in anew]
-        moved = [leaf for leaf, gradient in others if gradient is not None and leaf.grad is not gradient]
+        moved = [leaf for leaf, gradient in self._before if gradient is not None and leaf.grad is not gradient]
         number = len({id(leaf) for leaf in (*is_gone, *is_there, *moved)})
         return CaptureError(_REPLACED.format(number), where=self._where, fix=_NOT_REPLACED) if number else None
 
@@ -148,13 +162,18 @@ class StepGradients:
         for leaf in self._made_anew().values():
             if leaf.grad is not None:
                 self._adopted.adopt(leaf, leaf.grad)
+        self._aside = []  # The replay that follows makes them.
 
     def put_back(self) -> None:
-        """Give every leaf the gradient that it had before the capture."""
+        """Give every leaf the gradient that it had before the capture, and none where the graph is to make it."""
         for leaf, gradient in self._before:
             if leaf.grad is not gradient:
                 leaf.grad = gradient
-        self._before = []
+        for leaf in (*self._made_anew().values(), *self._kinds.dropped.values(), *self._kinds.never_there.values()):
+            leaf.grad = None
+        for leaf, kept in self._aside:
+            leaf.grad = kept.to(leaf.device)
+        self._before, self._aside = [], []
         self._adopted.note_holders()
 
     def forget(self) -> None:

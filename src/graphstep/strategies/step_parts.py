@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -62,7 +63,10 @@ class StepParts:
 
         handles = [register_module_forward_pre_hook(note_module), register_optimizer_step_pre_hook(note_optimizer)]
         try:
-            yield
+            with warnings.catch_warnings():
+                # These hooks do not mind: a module that is noted twice is noted.
+                warnings.filterwarnings("ignore", "Using `torch.compile.module.` when there are global hooks")
+                yield
         finally:
             for handle in handles:
                 handle.remove()
