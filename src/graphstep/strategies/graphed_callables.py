@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from types import CellType
-from typing import Any, Final
+from typing import Any, Final, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +28,7 @@ from graphstep.strategies.callable_graphs import (
     GraphedCallable,
     ScheduledCallable,
 )
+from graphstep.strategies.fp8_callables import Fp8Callables, Fp8Keywords
 from graphstep.strategies.graphed_arguments import GraphedArguments, Hooks
 from graphstep.strategies.local_capture import EVERY_PARAMETER, Order, capture_chains, shared_parameters
 from graphstep.strategies.local_forward import InstalledForward, own_forward
@@ -55,6 +56,7 @@ def make_graphed_callables(
     capture_time_hooks: Sequence[Hooks | None] | None = None,
     pre_warmup_hook: Callable[[], None] | None = None,
     post_warmup_hook: Callable[[], None] | None = None,
+    **fp8: Unpack[Fp8Keywords],
 ) -> Any:
     """Capture modules or functions, forward and backward, and give callables that replay them.
 
@@ -91,6 +93,9 @@ def make_graphed_callables(
             capture, outside of it, and have to return ``None``.
         pre_warmup_hook: called once before anything runs.
         post_warmup_hook: called once when all is captured.
+        fp8: ``fp8_enabled`` (for all, or for each callable), ``fp8_calibrating``, ``fp8_recipe``, ``fp8_group``,
+            ``fp8_weight_caching``, or Transformer Engine's newer names of them. Its modules run inside of its autocast
+            then. ``Float8Linear`` takes the recipe. With caching each call has to say ``is_first_microbatch=``.
 
     Returns:
         What replays: in the form of ``callables``; with ``_order`` a list. Each has ``reset()`` (for a module
@@ -113,10 +118,14 @@ def make_graphed_callables(
     asked = GraphedArguments.read(
         callables, sample_args, sample_kwargs, num_warmup_iters, _order, _num_layers_per_chunk, capture_time_hooks
     )
-    made = _Making(asked, num_warmup_iters, reuses=_reuse_graph_input_output_buffers)
+    fp8_callables = Fp8Callables.read([_all_modules_of(each) for each in asked.callables], fp8)
+    made = _Making(asked, num_warmup_iters, fp8_callables, reuses=_reuse_graph_input_output_buffers)
     if pre_warmup_hook is not None:
         pre_warmup_hook()
-    return made.run(accumulates=accumulate_param_grads, allows_unused=allow_unused_input, afterwards=post_warmup_hook)
+    with fp8_callables.captured():
+        return made.run(
+            accumulates=accumulate_param_grads, allows_unused=allow_unused_input, afterwards=post_warmup_hook
+        )
 
 
 def _is_pool(value: Any) -> bool:
@@ -160,8 +169,9 @@ def _install(module: nn.Module, graphs: CallableGraphs, forward: Callable[..., A
 class _Making:
     """Turns an order into a plan, and captures it."""
 
-    def __init__(self, asked: GraphedArguments, num_warmup_runs: int, *, reuses: bool) -> None:
+    def __init__(self, asked: GraphedArguments, num_warmup_runs: int, fp8: Fp8Callables, *, reuses: bool) -> None:
         self._asked = asked
+        self._fp8 = fp8
         self._num_warmup_runs = num_warmup_runs
         self._reuses = reuses
         self.scheduled: list[ScheduledCallable] = []
@@ -184,6 +194,7 @@ class _Making:
         graphs = CallableGraphs(session)
         try:
             self._schedule(session)
+            self._follow_fp8(graphs)
             turns = self._plan()
             graphs.cursor = OrderCursor(turns, graphs.is_idle) if asked.is_ordered else None
             result = _result(asked, graphs, self.scheduled)
@@ -277,6 +288,16 @@ class _Making:
     def _is_of(variant: Variant, scheduled: ScheduledCallable) -> bool:
         return variant.region is scheduled.captured.region and variant.signature == scheduled.signature
 
+    def _follow_fp8(self, graphs: CallableGraphs) -> None:
+        graphs.on_close(self._fp8.close)
+        if self._fp8.has_part_in_calls:
+            graphs.around = self._fp8.around(self._callable_of)
+        for index, region in enumerate(self._callable_of):
+            if self._fp8.needs_a_first_run(index):
+                each = next(n for n, one in enumerate(self.scheduled) if one.captured.region is region)
+                arguments, named = self._asked.samples[each]
+                graphs.session.observe(partial(region.function, *arguments, **named))
+
     def _captured(self, index: int, session: GraphSession) -> CapturedCallable:
         function = self._asked.callables[index]
         name = f"callables[{index}] ({getattr(function, '__name__', type(function).__name__)})"
@@ -285,6 +306,7 @@ class _Making:
         modules = {id(module): module for _, root in roots for module in root.modules()}
         if isinstance(function, nn.Module):
             function = own_forward(function)
+        function = self._fp8.wrapped(index, function)
         region = Region(name=name, kind="callable", function=function, modules=tuple(modules.values()))
         self._callable_of[region] = index
         captured = CapturedCallable(region, session.stats(name, region.kind), session.watch(roots), roots, names)
@@ -340,6 +362,10 @@ def _modules_of(function: Any) -> list[nn.Module]:
     cells = [cell.cell_contents for cell in getattr(function, "__closure__", None) or () if _is_filled(cell)]
     owner = getattr(function, "__self__", None)
     return list(dict.fromkeys(each for each in (owner, *cells) if isinstance(each, nn.Module)))
+
+
+def _all_modules_of(function: Any) -> list[nn.Module]:
+    return list(dict.fromkeys(each for module in _modules_of(function) for each in module.modules()))
 
 
 def _is_filled(cell: CellType) -> bool:
