@@ -25,6 +25,10 @@ _COMMON_WORDS: Final[Words] = {
     "--hidden-dropout": "0",
 }
 MODELS: Final[Mapping[str, Words]] = {
+    "10m": {
+        **{"--num-layers": "6", "--hidden-size": "256", "--num-attention-heads": "4", "--seq-length": "256"},
+        **_COMMON_WORDS,
+    },
     "125m": {
         **{"--num-layers": "12", "--hidden-size": "768", "--num-attention-heads": "12", "--seq-length": "512"},
         **_COMMON_WORDS,
