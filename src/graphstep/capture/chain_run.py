@@ -59,7 +59,13 @@ class ChainRun:
         self._has_run = False
 
     def start(
-        self, tensors: Sequence[Tensor], arguments: tuple[Any, ...], named: dict[str, Any], ambient: tuple[Any, ...]
+        self,
+        tensors: Sequence[Tensor],
+        arguments: tuple[Any, ...],
+        named: dict[str, Any],
+        ambient: tuple[Any, ...],
+        *,
+        loaded: Sequence[Tensor] | None = None,
     ) -> Any:
         """Run the forward half of the first pair.
 
@@ -68,6 +74,7 @@ class ChainRun:
             arguments: the call's arguments, which the next ones are compared with.
             named: those given by keyword.
             ambient: the modes around the call.
+            loaded: where the values of the arguments are read, if they are elsewhere as well.
 
         Returns:
             The captured function's result over the static outputs: valid until the next replay that may overwrite it,
@@ -85,7 +92,8 @@ class ChainRun:
         for lane, span in self._reads:
             lane.enter(span)
         chain.lane.enter(self.span)
-        flat: tuple[Tensor, ...] = Replay.apply(self, stop, tensors, *wanted, *pair.exposed, *reached, chain.anchor)  # type: ignore[no-untyped-call]
+        leaves = (*wanted, *pair.exposed, *reached, chain.anchor)
+        flat: tuple[Tensor, ...] = Replay.apply(self, stop, loaded or tensors, *leaves)  # type: ignore[no-untyped-call]
         self._note(first, pair)
         handles: list[list[Tensor]] = []
         position = 0

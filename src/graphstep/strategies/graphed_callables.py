@@ -33,6 +33,7 @@ from graphstep.strategies.graphed_arguments import GraphedArguments, Hooks
 from graphstep.strategies.local_capture import EVERY_PARAMETER, Order, capture_chains, shared_parameters
 from graphstep.strategies.local_forward import InstalledForward, own_forward
 from graphstep.strategies.order_cursor import OrderCursor, Turn
+from graphstep.strategies.sample_chains import results_among
 from graphstep.strategies.settled import settle, tensors_kept
 
 _MAX_SMALL: Final = 1024
@@ -178,6 +179,8 @@ class _Making:
         self._observer = PlanObserver()
         self._keys: dict[int, Key] = {}
         """By index of a sample: what serves it."""
+        self._results: dict[int, Mapping[int, Tensor]] = {}
+        """By index of a sample: which of its results are among the sample of the next callable."""
         self._callable_of: dict[Region, int] = {}
         self._chunk_of: dict[Region, int] = {}
 
@@ -195,6 +198,7 @@ class _Making:
         try:
             self._schedule(session)
             self._follow_fp8(graphs)
+            self._link(session)
             turns = self._plan()
             graphs.cursor = OrderCursor(turns, graphs.is_idle) if asked.is_ordered else None
             result = _result(asked, graphs, self.scheduled)
@@ -256,6 +260,23 @@ class _Making:
                         )
                     )
 
+    def _link(self, session: GraphSession) -> None:
+        """Fill :attr:`_results`."""
+        asked = self._asked
+        known: dict[tuple[int, ...], Mapping[int, Tensor]] = {}
+        for chunk, num_layers in enumerate(asked.layers_per_chunk):
+            for microbatch in range(asked.num_microbatches):
+                for layer in range(num_layers - 1):
+                    index = asked.index_of(chunk, microbatch, layer)
+                    following = flatten(asked.samples[asked.index_of(chunk, microbatch, layer + 1)])[0]
+                    # Samples are often the same objects for all microbatches.
+                    tensors = (*flatten(asked.samples[index])[0], *following)
+                    same = (chunk, layer, *map(id, tensors))
+                    if same not in known:
+                        function = self.scheduled[index].captured.region.function
+                        known[same] = results_among(function, asked.samples[index], following, session)
+                    self._results[index] = known[same]
+
     def _plan(self) -> list[Turn]:
         asked = self._asked
         turns: list[Turn] = []
@@ -283,6 +304,10 @@ class _Making:
         key = self._observer.forward(scheduled.captured.region, scheduled.signature, tensors, taken=taken)
         self._observer.plan.calls[key].samples = tuple(tensors)
         self._keys[index] = key
+        results = self._results.get(index)
+        if results:
+            nothing = torch.empty(0)
+            self._observer.outputs(*key, [results.get(number, nothing) for number in range(1 + max(results))])
 
     @staticmethod
     def _is_of(variant: Variant, scheduled: ScheduledCallable) -> bool:
@@ -316,6 +341,7 @@ class _Making:
     def _settle(self, chains: Sequence[Chain], *, allows_unused: bool) -> None:
         by_key: dict[Key, Chain] = {}
         variants = dict.fromkeys(self._keys.values())
+        sources = {source for chain in chains for pair in chain.pairs for source in pair.sources()}
         for chain in chains:
             for pair in chain.pairs:
                 key = next(
@@ -325,11 +351,13 @@ class _Making:
                 )
                 by_key[key] = chain
                 # Losses and the like are kept for long.
-                pair.copies_results = sum(output.numel() for output in pair.outputs) <= _MAX_SMALL
+                is_small = sum(output.numel() for output in pair.outputs) <= _MAX_SMALL
+                pair.copies_results = is_small and pair not in sources
                 if not allows_unused:
                     _refuse_unused(pair, self._asked.callables[self._callable_of[pair.region]])
         for index, key in self._keys.items():
             self.scheduled[index].chain = by_key[key]
+            self.scheduled[index].is_read_in_place = by_key[key].pairs[0] in sources
         for each in self.scheduled:
             each.captured.settle()
 
