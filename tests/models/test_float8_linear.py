@@ -185,6 +185,28 @@ def test_autocast_gives_the_dtype() -> None:
     assert layer.weight.grad.dtype is torch.float32
 
 
+def test_inputs_and_gradients_of_any_layout(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels on CUDA want contiguous matrices: whatever comes, they get them."""
+    product, given = torch_private.fp8_matmul, []
+
+    def noted(left: Tensor, right: Tensor, *scales: Tensor, **options: Any) -> Tensor:
+        given.extend((left.is_contiguous(), right.is_contiguous()))
+        return product(left, right, *scales, **options)
+
+    monkeypatch.setattr(torch_private, "fp8_matmul", noted)
+    x = torch.randn(16, 32)
+    found = []
+    for columns in (x, x.t().contiguous().t()):
+        torch.manual_seed(0)
+        layer = Float8Linear(16, 16, recipe=SHORT)
+        result = layer(columns[:, ::2])
+        result.t().sum().backward()
+        found.append([result.detach(), layer.weight.grad])
+    assert all(map(torch.equal, *found))
+    assert all(given)
+    assert len(given) == 2 * 2 * 2
+
+
 def test_no_rows() -> None:
     layer = Float8Linear(16, 16)
     result = layer(torch.empty(0, 16))
