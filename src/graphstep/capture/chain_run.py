@@ -52,6 +52,8 @@ class ChainRun:
         self._on_close = on_close
         self._versions: list[list[int]] = []
         """Of the results handed out, to see whether somebody wrote into them."""
+        self._read: list[tuple[Tensor, int]] = []
+        """Results of other runs that the backward half of the first pair reads, with their versions."""
         self.num_landmarks = 0
         self.copied: frozenset[int] = frozenset()
         """Pairs whose callers get copies of the results."""
@@ -95,6 +97,7 @@ class ChainRun:
         leaves = (*wanted, *pair.exposed, *reached, chain.anchor)
         flat: tuple[Tensor, ...] = Replay.apply(self, stop, loaded or tensors, *leaves)  # type: ignore[no-untyped-call]
         self._note(first, pair)
+        self._read = [(pair.inputs[position], pair.inputs[position]._version) for position in pair.saved_inputs]
         handles: list[list[Tensor]] = []
         position = 0
         for each in chain.pairs[first:stop]:
@@ -248,6 +251,12 @@ class ChainRun:
             if pair.versions() != versions:
                 handed = [output for _, output in self.chain.handover] if pair is not pairs[-1] else ()
                 _refuse_if_spoilt(pair, versions, handed)
+        if any(tensor._version != version for tensor, version in self._read):
+            raise LifecycleError(
+                "an argument was changed in place, and the backward needs it as it was",
+                where=pairs[0].region.name,
+                fix="use an operation that makes a new tensor, such as x + y instead of x.add_(y)",
+            )
         _refuse_new_hooks(pairs, self.chain.has_hooks(pairs))
         return given
 

@@ -70,7 +70,9 @@ def make_graphed_callables(
             the module itself run around each replay, those inside of it when it is captured.
         sample_args: positional arguments of the callable, or a tuple of such for each one; with ``_order`` for each
             chunk, in it each microbatch, in it each layer. Tensors in any nesting and other values; a call with other
-            shapes, dtypes, devices or values is refused. They are copied, and may be used for anything afterwards.
+            shapes, dtypes, devices or values is refused. They are copied, and may be used for anything afterwards. A
+            sample that the callable before returned for its own sample says that later calls get its results as well:
+            those are read where they are, without a copy.
         num_warmup_iters: eager runs of each callable before its capture.
         allow_unused_input: do not mind arguments and parameters that want a gradient and get none.
         sample_kwargs: keyword arguments: one dict, or one for each entry of ``sample_args``.
@@ -79,7 +81,9 @@ def make_graphed_callables(
         retain_graph_in_backward: accepted; what a backward needs is kept for its replays in any case.
         _order: of a pipeline schedule: ``+n`` the forward of chunk n, ``-n`` its backward, chunks from 1; see
             :func:`graphstep.strategies.pipeline_order.pipeline_order`. A list of callables is returned then, one for
-            each entry of ``sample_args``, and they have to be called in this order.
+            each entry of ``sample_args``, and they have to be called in this order. With ``-n - 0.5`` for each ``-n``,
+            backwards give the gradients of inputs only; ``backward_dw()`` of each callable, last layer first, computes
+            and accumulates those of parameters in that turn.
         _num_layers_per_chunk: how many of the callables each chunk has; by default as many in each.
         _reuse_graph_input_output_buffers: as many sets of graphs and buffers as there are microbatches in flight, and
             not as many as there are microbatches.
@@ -100,8 +104,8 @@ def make_graphed_callables(
 
     Returns:
         What replays: in the form of ``callables``; with ``_order`` a list. Each has ``reset()`` (for a module
-        ``module.forward.reset()``), which frees the graphs of all, and ``report()``. Results may be kept: no replay
-        overwrites one that somebody holds.
+        ``module.forward.reset()``), which frees the graphs of all, ``report()``, and ``backward_dw()``. Results may be
+        kept: no replay overwrites one that somebody holds.
 
     Raises:
         ConfigError: arguments that do not fit each other: all problems at once.

@@ -12,6 +12,8 @@ from tests.strategies.callables.jobs import DTYPES, HIDDEN, Block, Job, compared
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from graphstep.errors import LifecycleError
+
 NUM_LAYERS = 3
 LARGE = (256, HIDDEN)
 """Results that are handed out as they are."""
@@ -164,6 +166,40 @@ def test_each_callable_by_itself(device: torch.device) -> None:
                 x = job.draw(*LARGE, requires_grad=True)
                 call(x).square().mean().backward()
                 job.note(x=x)
+
+    assert compared(device, script, replays=9).reasons() == {}
+
+
+@pytest.mark.parametrize("is_changed", [True, False])
+def test_a_result_that_is_changed_in_place_after_the_next_callable_has_read_it(
+    device: torch.device, is_changed: bool
+) -> None:
+    job = Job(device, True, torch.float32)
+    first, second, third = chained(job, order=[1, -1, -1.5])
+    hidden = first(job.draw(*LARGE, requires_grad=True))
+    result = third(second(hidden))
+    if is_changed:
+        with torch.no_grad():
+            hidden.mul_(2)
+        with pytest.raises(LifecycleError, match=r"(an argument|a result) was changed in place"):
+            result.sum().backward()
+    else:
+        result.sum().backward()
+    job.handles[0].reset()
+
+
+def test_a_result_that_is_changed_in_place_before_the_next_callable_reads_it(device: torch.device) -> None:
+    def script(job: Job) -> None:
+        first, second, third = chained(job)
+        for _ in range(3):
+            x = job.draw(*LARGE, requires_grad=True)
+            hidden = first(x)
+            hidden.mul_(2)
+            result = third(second(hidden))
+            del hidden
+            result.square().mean().backward()
+            job.note(x=x, result=result)
+            del result
 
     assert compared(device, script, replays=9).reasons() == {}
 
