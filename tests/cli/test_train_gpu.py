@@ -19,6 +19,7 @@ SMALL = (
 )
 FULL = ("--cuda-graph-impl", "full_iteration", "--no-check-for-nan-in-loss-and-grad")
 LOCAL = ("--cuda-graph-impl", "local")
+TE = ("--cuda-graph-impl", "transformer_engine")
 
 
 def output_of(*argv: str) -> str:
@@ -28,7 +29,7 @@ def output_of(*argv: str) -> str:
 
 
 @pytest.mark.parametrize("precision", [(), ("--bf16",)], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("impl", [FULL, LOCAL], ids=["full_iteration", "local"])
+@pytest.mark.parametrize("impl", [FULL, LOCAL, TE], ids=["full_iteration", "local", "transformer_engine"])
 def test_graphed_training_equals_eager_training(impl: tuple[str, ...], precision: tuple[str, ...]) -> None:
     output = output_of(*impl, *precision, "--compare-with-eager", "10")
     assert "equal: all losses of 10 steps and all weights after them" in output

@@ -24,6 +24,7 @@ TINY = (
 )
 FULL = ("--cuda-graph-impl", "full_iteration", "--no-check-for-nan-in-loss-and-grad", "--cuda-graph-warmup-steps", "1")
 LOCAL = ("--cuda-graph-impl", "local", "--cuda-graph-warmup-steps", "1")
+TE = ("--cuda-graph-impl", "transformer_engine", "--cuda-graph-warmup-steps", "1")
 
 
 @pytest.fixture(autouse=True)
@@ -46,7 +47,7 @@ def row(output: str, name: str) -> str:
 
 @pytest.mark.parametrize("microbatches", [1, 2])
 @pytest.mark.parametrize("dropout", ["0.0", "0.1"])
-@pytest.mark.parametrize("impl", [FULL, LOCAL], ids=["full_iteration", "local"])
+@pytest.mark.parametrize("impl", [FULL, LOCAL, TE], ids=["full_iteration", "local", "transformer_engine"])
 def test_graphed_training_equals_eager_training(impl: tuple[str, ...], dropout: str, microbatches: int) -> None:
     output = output_of(
         *impl,
@@ -60,6 +61,15 @@ def test_graphed_training_equals_eager_training(impl: tuple[str, ...], dropout: 
     assert row(output, "step time, graphed").split()[0] != "too"
     assert int(row(output, "captured").split()[0]) > 0
     assert "MiB" in row(output, "peak memory")
+
+
+def test_layers_of_a_schedule_without_warmup() -> None:
+    te = ("--cuda-graph-impl", "transformer_engine", "--cuda-graph-warmup-steps", "0")
+    with pytest.warns(UserWarning, match="--cuda-graph-warmup-steps 0"):
+        output = output_of(*te, "--cuda-graph-modules", "attn", "mlp", "--compare-with-eager", "5")
+    assert "transformer_engine of attn, mlp, after 0 warmup steps" in output
+    assert row(output, "eager, bit for bit").startswith("equal")
+    assert int(row(output, "captured").split()[0]) > 0
 
 
 def test_bf16_equals_eager_too() -> None:

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from graphstep.engine import torch_private
 from graphstep.errors import ConfigError
-from graphstep.models import DelayedScaling, Float8Linear, mark_first_microbatch
+from graphstep.models import DelayedScaling, Float8Linear, mark_first_microbatch, reduce_amax
 from graphstep.models.float8_linear import GRADIENT, INPUT, WEIGHT
 
 SHORT = DelayedScaling(amax_history_len=3)
@@ -185,6 +185,28 @@ def test_autocast_gives_the_dtype() -> None:
     assert layer.weight.grad.dtype is torch.float32
 
 
+def test_inputs_and_gradients_of_any_layout(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels on CUDA want contiguous matrices: whatever comes, they get them."""
+    product, given = torch_private.fp8_matmul, []
+
+    def noted(left: Tensor, right: Tensor, *scales: Tensor, **options: Any) -> Tensor:
+        given.extend((left.is_contiguous(), right.is_contiguous()))
+        return product(left, right, *scales, **options)
+
+    monkeypatch.setattr(torch_private, "fp8_matmul", noted)
+    x = torch.randn(16, 32)
+    found = []
+    for columns in (x, x.t().contiguous().t()):
+        torch.manual_seed(0)
+        layer = Float8Linear(16, 16, recipe=SHORT)
+        result = layer(columns[:, ::2])
+        result.t().sum().backward()
+        found.append([result.detach(), layer.weight.grad])
+    assert all(map(torch.equal, *found))
+    assert all(given)
+    assert len(given) == 2 * 2 * 2
+
+
 def test_no_rows() -> None:
     layer = Float8Linear(16, 16)
     result = layer(torch.empty(0, 16))
@@ -216,6 +238,24 @@ def test_another_recipe_keeps_the_newest_entries() -> None:
     assert layer.target.tolist() == [224.0, 224.0, 57344.0 / 2]
     layer.use_recipe(DelayedScaling(amax_history_len=4), caches_weight=True)
     assert layer.amax_history[:, INPUT].tolist() == [3.0, 2.0, 0.0, 0.0]
+
+
+def test_ranks_share_the_largest_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other rank has seen 2 everywhere; earlier entries are as they are."""
+
+    def all_reduce(tensor: Tensor, op: object, group: object) -> None:
+        assert (op, group) == (torch.distributed.ReduceOp.MAX, "group")
+        tensor.clamp_(min=2.0)
+
+    monkeypatch.setattr(torch.distributed, "all_reduce", all_reduce)
+    model = nn.Sequential(Float8Linear(16, 16, recipe=SHORT), Float8Linear(16, 16, recipe=SHORT))
+    for size in (1.0, 3.0):
+        model[0](torch.full((16, 16), size))
+    reduce_amax(model, "group")  # type: ignore[arg-type]
+    assert model[0].amax_history[:, INPUT].tolist() == [3.0, 1.0, 0.0]
+    assert model[0].amax_history[0, GRADIENT] == 2.0
+    assert model[1].amax_history[0].tolist() == [2.0] * 3
+    assert not model[1].amax_history[1:].any()
 
 
 def test_without_kernels_the_numbers_are_multiplied_as_float32(monkeypatch: pytest.MonkeyPatch) -> None:

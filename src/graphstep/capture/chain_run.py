@@ -52,6 +52,8 @@ class ChainRun:
         self._on_close = on_close
         self._versions: list[list[int]] = []
         """Of the results handed out, to see whether somebody wrote into them."""
+        self._read: list[tuple[Tensor, int]] = []
+        """Results of other runs that the backward half of the first pair reads, with their versions."""
         self.num_landmarks = 0
         self.copied: frozenset[int] = frozenset()
         """Pairs whose callers get copies of the results."""
@@ -59,7 +61,13 @@ class ChainRun:
         self._has_run = False
 
     def start(
-        self, tensors: Sequence[Tensor], arguments: tuple[Any, ...], named: dict[str, Any], ambient: tuple[Any, ...]
+        self,
+        tensors: Sequence[Tensor],
+        arguments: tuple[Any, ...],
+        named: dict[str, Any],
+        ambient: tuple[Any, ...],
+        *,
+        loaded: Sequence[Tensor] | None = None,
     ) -> Any:
         """Run the forward half of the first pair.
 
@@ -68,6 +76,7 @@ class ChainRun:
             arguments: the call's arguments, which the next ones are compared with.
             named: those given by keyword.
             ambient: the modes around the call.
+            loaded: where the values of the arguments are read, if they are elsewhere as well.
 
         Returns:
             The captured function's result over the static outputs: valid until the next replay that may overwrite it,
@@ -85,8 +94,10 @@ class ChainRun:
         for lane, span in self._reads:
             lane.enter(span)
         chain.lane.enter(self.span)
-        flat: tuple[Tensor, ...] = Replay.apply(self, stop, tensors, *wanted, *pair.exposed, *reached, chain.anchor)  # type: ignore[no-untyped-call]
+        leaves = (*wanted, *pair.exposed, *reached, chain.anchor)
+        flat: tuple[Tensor, ...] = Replay.apply(self, stop, loaded or tensors, *leaves)  # type: ignore[no-untyped-call]
         self._note(first, pair)
+        self._read = [(pair.inputs[position], pair.inputs[position]._version) for position in pair.saved_inputs]
         handles: list[list[Tensor]] = []
         position = 0
         for each in chain.pairs[first:stop]:
@@ -240,6 +251,12 @@ class ChainRun:
             if pair.versions() != versions:
                 handed = [output for _, output in self.chain.handover] if pair is not pairs[-1] else ()
                 _refuse_if_spoilt(pair, versions, handed)
+        if any(tensor._version != version for tensor, version in self._read):
+            raise LifecycleError(
+                "an argument was changed in place, and the backward needs it as it was",
+                where=pairs[0].region.name,
+                fix="use an operation that makes a new tensor, such as x + y instead of x.add_(y)",
+            )
         _refuse_new_hooks(pairs, self.chain.has_hooks(pairs))
         return given
 

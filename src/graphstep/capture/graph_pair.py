@@ -111,6 +111,8 @@ class GraphPair:
         """Every result has a place for its gradient."""
         self._reached: list[set[int]] = []
         """For each output, if there are several, the parameters behind it."""
+        self.saved_inputs: list[int] = []
+        """Positions of those of ``chained`` that the backward half reads again."""
         self._is_saved: list[bool] = []
         """For each output, whether autograd needs it for the backward half."""
         self._is_own: list[bool] = []
@@ -192,6 +194,7 @@ class GraphPair:
             self._reached = parameters_behind(self.outputs, self._aliases)
         # Looking at what was saved would start a recompute.
         saved = None if self._observation.saves_by_hooks or self.poisons else saved_storages(self.outputs)
+        self.saved_inputs = [n for n in self.chained if not saved or torch_private.storage_key(self.inputs[n]) in saved]
         self._is_saved = [saved is None or torch_private.storage_key(output) in saved for output in self.outputs]
         self._is_own = [output in self._saved.created for output in self.outputs]
         self._returns_plain_tuple = type(result) is tuple and all(isinstance(item, Tensor) for item in result)

@@ -85,11 +85,6 @@ class Plan:
     reused: set[Region] = field(default_factory=set)
     """Regions that ran several times before one and the same backward pass: their gradients belong together."""
 
-    @property
-    def num_slots(self) -> int:
-        """The most microbatches in flight."""
-        return 1 + max((event.slot for event in self.events), default=-1)
-
     def first_events(self) -> list[Event]:
         """The events without repetitions: the order of capture."""
         return list(dict.fromkeys(self.events))

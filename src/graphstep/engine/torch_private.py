@@ -394,3 +394,12 @@ def fp8_matmul(
     # The operations that it is made of elsewhere would be cast to the numbers of autocast.
     with torch.autocast(left.device.type, enabled=False):
         return product()
+
+
+def after_backward_pass(action: Callable[[], None]) -> None:
+    """From within a backward pass: do this at its end. At once where torch does not know how."""
+    queue = getattr(getattr(torch.autograd.Variable, "_execution_engine", None), "queue_callback", None)
+    if queue is None:
+        action()
+    else:
+        queue(action)

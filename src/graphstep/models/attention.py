@@ -10,8 +10,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from graphstep.config.model import ModelConfig
+from graphstep.models.delayed_scaling import DelayedScaling
 from graphstep.models.initialization import WeightInitializer
-from graphstep.models.linear import Linear
+from graphstep.models.linear import build_linear
 from graphstep.models.rotary import apply_rotary, rotary_channels
 
 
@@ -25,7 +26,12 @@ class Attention(nn.Module):
     """
 
     def __init__(
-        self, config: ModelConfig, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+        self,
+        config: ModelConfig,
+        *,
+        fp8: DelayedScaling | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         self.num_heads = config.num_attention_heads
@@ -33,17 +39,19 @@ class Attention(nn.Module):
         self.channels = config.kv_channels
         self.rotary_channels = rotary_channels(config)
         self.dropout = config.attention_dropout
-        self.qkv = Linear(
+        self.qkv = build_linear(
             config.hidden_size,
             (self.num_heads + 2 * self.num_groups) * self.channels,
             bias=config.add_bias_linear or config.add_qkv_bias,
+            fp8=fp8,
             device=device,
             dtype=dtype,
         )
-        self.out = Linear(
+        self.out = build_linear(
             self.num_heads * self.channels,
             config.hidden_size,
             bias=config.add_bias_linear,
+            fp8=fp8,
             device=device,
             dtype=dtype,
         )

@@ -155,7 +155,7 @@ class Float8Linear(nn.Linear):
             )
             begin_step(self.amax_history, self.scale, self.target, refreshes, self.recipe.amax_compute_algo)
             note_amax(self.amax_history, WEIGHT, self.weight)
-        fresh = quantise(self.weight, self.scale[WEIGHT], dtype)
+        fresh = quantise(self.weight, self.scale[WEIGHT], dtype).contiguous()
         if not self.training or self.weight_bytes is None or self.weight_bytes_transposed is None:
             return fresh, fresh.t()
         fresh = fresh.view(torch.uint8)
@@ -198,7 +198,7 @@ class _Multiply(torch.autograd.Function):
         weight8_NK, weight8_KN = layer.quantised_weight()
         if layer.training:
             note_amax(layer.amax_history, INPUT, x_MK)
-        x8_MK = quantise(x_MK, layer.scale[INPUT], layer.recipe.forward_dtype)
+        x8_MK = quantise(x_MK, layer.scale[INPUT], layer.recipe.forward_dtype).contiguous()
         inverse = layer.scale.reciprocal()  # A copy: the next step may begin before this backward runs.
         ctx.layer, ctx.dtype, ctx.weight_dtype, ctx.training = layer, x_MK.dtype, weight_NK.dtype, layer.training
         # A weight that is kept is not saved through autograd: each microbatch writes the same bytes once more, which

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from graphstep.config.model import ModelConfig
 from graphstep.errors import ConfigError, Problem, UserInputError
+from graphstep.models.delayed_scaling import DelayedScaling
 from graphstep.models.embedding import Embedding
 from graphstep.models.head import OutputHead, token_cross_entropy
 from graphstep.models.initialization import WeightInitializer, initialize_weights
@@ -27,6 +28,8 @@ class GPTModel(nn.Module):
         config: sizes and choices; ``vocab_size`` must be set (padding it beyond the tokenizer's size is harmless).
         generator: source of the weights, so that they depend on its seed only; the CPU's default generator if None.
             A CPU generator gives equal weights on every device, and in bfloat16 those of float32, rounded.
+        fp8: recipe of the linear layers of attention and MLP, if they are to multiply in fp8. Each step has to be
+            marked then, see :func:`graphstep.models.mark_first_microbatch`; sizes are multiples of 16.
         device: where the parameters live; PyTorch's default device if None. Nothing is drawn for ``meta``.
         dtype: of all parameters; PyTorch's default dtype if None.
 
@@ -39,6 +42,7 @@ class GPTModel(nn.Module):
         config: ModelConfig,
         *,
         generator: torch.Generator | None = None,
+        fp8: DelayedScaling | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -56,7 +60,7 @@ class GPTModel(nn.Module):
         self.embedding = Embedding(config, device=device, dtype=dtype)
         self.rotary = RotaryTables(config, device=device) if config.position_embedding_type == "rope" else None
         self.layers = nn.ModuleList(
-            TransformerLayer(config, device=device, dtype=dtype) for _ in range(config.num_layers)
+            TransformerLayer(config, fp8=fp8, device=device, dtype=dtype) for _ in range(config.num_layers)
         )
         self.head = OutputHead(config, device=device, dtype=dtype)
         initialize_weights(

@@ -9,6 +9,7 @@ from torch.nn import functional
 from graphstep.config.model import ModelConfig
 from graphstep.config.switches import CudaGraphModule
 from graphstep.models.attention import Attention
+from graphstep.models.delayed_scaling import DelayedScaling
 from graphstep.models.mlp import MLP
 from graphstep.models.norms import build_norm
 from graphstep.models.segments import Segment, SegmentedModule
@@ -24,14 +25,19 @@ class TransformerLayer(SegmentedModule):
     """
 
     def __init__(
-        self, config: ModelConfig, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+        self,
+        config: ModelConfig,
+        *,
+        fp8: DelayedScaling | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         self.hidden_dropout = config.hidden_dropout
         self.attention_norm = build_norm(config, device=device, dtype=dtype)
-        self.attention = Attention(config, device=device, dtype=dtype)
+        self.attention = Attention(config, fp8=fp8, device=device, dtype=dtype)
         self.mlp_norm = build_norm(config, device=device, dtype=dtype)
-        self.mlp = MLP(config, device=device, dtype=dtype)
+        self.mlp = MLP(config, fp8=fp8, device=device, dtype=dtype)
 
     def segments(self) -> tuple[Segment, ...]:
         """Give the attention segment (kind ``attn``) and the MLP segment (kind ``mlp``).

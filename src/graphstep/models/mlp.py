@@ -14,8 +14,9 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from graphstep.config.model import ModelConfig
+from graphstep.models.delayed_scaling import DelayedScaling
 from graphstep.models.initialization import WeightInitializer
-from graphstep.models.linear import Linear
+from graphstep.models.linear import build_linear
 
 
 class MLP(nn.Module):
@@ -28,14 +29,21 @@ class MLP(nn.Module):
     """
 
     def __init__(
-        self, config: ModelConfig, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+        self,
+        config: ModelConfig,
+        *,
+        fp8: DelayedScaling | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         self.gated = config.swiglu
         bias = config.add_bias_linear
         inner = config.ffn_hidden_size
-        self.up = Linear(config.hidden_size, inner * (2 if self.gated else 1), bias=bias, device=device, dtype=dtype)
-        self.down = Linear(inner, config.hidden_size, bias=bias, device=device, dtype=dtype)
+        self.up = build_linear(
+            config.hidden_size, inner * (2 if self.gated else 1), bias=bias, fp8=fp8, device=device, dtype=dtype
+        )
+        self.down = build_linear(inner, config.hidden_size, bias=bias, fp8=fp8, device=device, dtype=dtype)
 
     def init_weights(self, initializer: WeightInitializer) -> None:
         """Draw normal weights, those of the down projection scaled by depth."""

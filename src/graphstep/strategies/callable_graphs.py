@@ -30,6 +30,7 @@ from graphstep.capture.triple_run import TripleRun, WaitingRun
 from graphstep.errors import InputMismatchError, LifecycleError, PlanError
 from graphstep.strategies.callable_checks import named_differences
 from graphstep.strategies.eager_forward import EagerForward
+from graphstep.strategies.handed_copies import HandedCopies
 from graphstep.strategies.local_calls import never_replayed
 from graphstep.strategies.order_cursor import OrderCursor, Turn
 
@@ -39,6 +40,7 @@ _IN_TURN: Final = frozenset(
         EagerReason.CHANGED_ATTRIBUTE,
         EagerReason.NEW_HOOK,
         EagerReason.OTHER_SIGNATURE,
+        EagerReason.PLACE_IN_USE,
     }
 )
 """Reasons for which a training call of the step runs eagerly in its turn."""
@@ -90,6 +92,8 @@ class ScheduledCallable:
     weight_gradients: Turn | None = None
     """``None`` if they are computed in the backward."""
     chain: Chain | None = None
+    is_read_in_place: bool = False
+    """Another callable reads its results where they are."""
     keywords: Mapping[str, int] = field(default_factory=dict)
     """Names of keyword arguments, each with its place in the sample."""
     guard: Callable[..., bool] | None = None
@@ -111,7 +115,10 @@ class CallableGraphs:
         """Forwards whose backward or weight gradients may still come."""
         self._waiting: dict[ScheduledCallable, WaitingRun] = {}
         """What has run backward, and waits for its weight gradients."""
+        self._copies = HandedCopies()
         self._on_close: list[Callable[[], None]] = []
+        self.around: Callable[..., Any] | None = None
+        """Runs :meth:`_call` for every call, where fp8 arguments ask for something."""
 
     def on_close(self, action: Callable[[], None]) -> None:
         """Do this when the graphs go."""
@@ -143,6 +150,11 @@ class CallableGraphs:
             StaleAddressError: a weight or buffer has moved since the capture.
             LifecycleError: the graphs are closed.
         """
+        if self.around is not None:
+            return self.around(self._call, scheduled, arguments, named)
+        return self._call(scheduled, arguments, named)
+
+    def _call(self, scheduled: ScheduledCallable, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
         captured, signature = scheduled.captured, scheduled.signature
         if len(named) > 1:
             wanted = scheduled.keywords  # Their order does not matter.
@@ -171,8 +183,15 @@ class CallableGraphs:
         if chain.lane.holds_results(pair.forward_position):
             chain.lane.copy_held_results()
             return self._eager(scheduled, EagerReason.RESULT_HELD, arguments, named)
+        loaded = self._copies.originals(pair, tensors) if pair.chained else tensors
+        if pair.overwrites_what_is_in_use(loaded):
+            return self._eager(scheduled, EagerReason.PLACE_IN_USE, arguments, named)
         self._takes_turn(scheduled)
-        return self._run(scheduled, chain).start(tensors, arguments, named, signature.ambient.key)
+        run = self._run(scheduled, chain)
+        result = run.start(tensors, arguments, named, signature.ambient.key, loaded=loaded)
+        if pair.copies_results and scheduled.is_read_in_place:
+            self._copies.note(pair, flatten(result)[0])
+        return result
 
     def weight_gradients(self, scheduled: ScheduledCallable) -> None:
         """Compute the weight gradients of a microbatch whose backward has run, and accumulate them.

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from types import CellType
-from typing import Any, Final
+from typing import Any, Final, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -28,10 +28,12 @@ from graphstep.strategies.callable_graphs import (
     GraphedCallable,
     ScheduledCallable,
 )
+from graphstep.strategies.fp8_callables import Fp8Callables, Fp8Keywords
 from graphstep.strategies.graphed_arguments import GraphedArguments, Hooks
 from graphstep.strategies.local_capture import EVERY_PARAMETER, Order, capture_chains, shared_parameters
 from graphstep.strategies.local_forward import InstalledForward, own_forward
 from graphstep.strategies.order_cursor import OrderCursor, Turn
+from graphstep.strategies.sample_chains import results_among
 from graphstep.strategies.settled import settle, tensors_kept
 
 _MAX_SMALL: Final = 1024
@@ -55,6 +57,7 @@ def make_graphed_callables(
     capture_time_hooks: Sequence[Hooks | None] | None = None,
     pre_warmup_hook: Callable[[], None] | None = None,
     post_warmup_hook: Callable[[], None] | None = None,
+    **fp8: Unpack[Fp8Keywords],
 ) -> Any:
     """Capture modules or functions, forward and backward, and give callables that replay them.
 
@@ -67,7 +70,9 @@ def make_graphed_callables(
             the module itself run around each replay, those inside of it when it is captured.
         sample_args: positional arguments of the callable, or a tuple of such for each one; with ``_order`` for each
             chunk, in it each microbatch, in it each layer. Tensors in any nesting and other values; a call with other
-            shapes, dtypes, devices or values is refused. They are copied, and may be used for anything afterwards.
+            shapes, dtypes, devices or values is refused. They are copied, and may be used for anything afterwards. A
+            sample that the callable before returned for its own sample says that later calls get its results as well:
+            those are read where they are, without a copy.
         num_warmup_iters: eager runs of each callable before its capture.
         allow_unused_input: do not mind arguments and parameters that want a gradient and get none.
         sample_kwargs: keyword arguments: one dict, or one for each entry of ``sample_args``.
@@ -76,7 +81,9 @@ def make_graphed_callables(
         retain_graph_in_backward: accepted; what a backward needs is kept for its replays in any case.
         _order: of a pipeline schedule: ``+n`` the forward of chunk n, ``-n`` its backward, chunks from 1; see
             :func:`graphstep.strategies.pipeline_order.pipeline_order`. A list of callables is returned then, one for
-            each entry of ``sample_args``, and they have to be called in this order.
+            each entry of ``sample_args``, and they have to be called in this order. With ``-n - 0.5`` for each ``-n``,
+            backwards give the gradients of inputs only; ``backward_dw()`` of each callable, last layer first, computes
+            and accumulates those of parameters in that turn.
         _num_layers_per_chunk: how many of the callables each chunk has; by default as many in each.
         _reuse_graph_input_output_buffers: as many sets of graphs and buffers as there are microbatches in flight, and
             not as many as there are microbatches.
@@ -91,11 +98,14 @@ def make_graphed_callables(
             capture, outside of it, and have to return ``None``.
         pre_warmup_hook: called once before anything runs.
         post_warmup_hook: called once when all is captured.
+        fp8: ``fp8_enabled`` (for all, or for each callable), ``fp8_calibrating``, ``fp8_recipe``, ``fp8_group``,
+            ``fp8_weight_caching``, or Transformer Engine's newer names of them. Its modules run inside of its autocast
+            then. ``Float8Linear`` takes the recipe. With caching each call has to say ``is_first_microbatch=``.
 
     Returns:
         What replays: in the form of ``callables``; with ``_order`` a list. Each has ``reset()`` (for a module
-        ``module.forward.reset()``), which frees the graphs of all, and ``report()``. Results may be kept: no replay
-        overwrites one that somebody holds.
+        ``module.forward.reset()``), which frees the graphs of all, ``report()``, and ``backward_dw()``. Results may be
+        kept: no replay overwrites one that somebody holds.
 
     Raises:
         ConfigError: arguments that do not fit each other: all problems at once.
@@ -113,10 +123,14 @@ def make_graphed_callables(
     asked = GraphedArguments.read(
         callables, sample_args, sample_kwargs, num_warmup_iters, _order, _num_layers_per_chunk, capture_time_hooks
     )
-    made = _Making(asked, num_warmup_iters, reuses=_reuse_graph_input_output_buffers)
+    fp8_callables = Fp8Callables.read([_all_modules_of(each) for each in asked.callables], fp8)
+    made = _Making(asked, num_warmup_iters, fp8_callables, reuses=_reuse_graph_input_output_buffers)
     if pre_warmup_hook is not None:
         pre_warmup_hook()
-    return made.run(accumulates=accumulate_param_grads, allows_unused=allow_unused_input, afterwards=post_warmup_hook)
+    with fp8_callables.captured():
+        return made.run(
+            accumulates=accumulate_param_grads, allows_unused=allow_unused_input, afterwards=post_warmup_hook
+        )
 
 
 def _is_pool(value: Any) -> bool:
@@ -160,14 +174,17 @@ def _install(module: nn.Module, graphs: CallableGraphs, forward: Callable[..., A
 class _Making:
     """Turns an order into a plan, and captures it."""
 
-    def __init__(self, asked: GraphedArguments, num_warmup_runs: int, *, reuses: bool) -> None:
+    def __init__(self, asked: GraphedArguments, num_warmup_runs: int, fp8: Fp8Callables, *, reuses: bool) -> None:
         self._asked = asked
+        self._fp8 = fp8
         self._num_warmup_runs = num_warmup_runs
         self._reuses = reuses
         self.scheduled: list[ScheduledCallable] = []
         self._observer = PlanObserver()
         self._keys: dict[int, Key] = {}
         """By index of a sample: what serves it."""
+        self._results: dict[int, Mapping[int, Tensor]] = {}
+        """By index of a sample: which of its results are among the sample of the next callable."""
         self._callable_of: dict[Region, int] = {}
         self._chunk_of: dict[Region, int] = {}
 
@@ -184,6 +201,8 @@ class _Making:
         graphs = CallableGraphs(session)
         try:
             self._schedule(session)
+            self._follow_fp8(graphs)
+            self._link(session)
             turns = self._plan()
             graphs.cursor = OrderCursor(turns, graphs.is_idle) if asked.is_ordered else None
             result = _result(asked, graphs, self.scheduled)
@@ -245,6 +264,23 @@ class _Making:
                         )
                     )
 
+    def _link(self, session: GraphSession) -> None:
+        """Fill :attr:`_results`."""
+        asked = self._asked
+        known: dict[tuple[int, ...], Mapping[int, Tensor]] = {}
+        for chunk, num_layers in enumerate(asked.layers_per_chunk):
+            for microbatch in range(asked.num_microbatches):
+                for layer in range(num_layers - 1):
+                    index = asked.index_of(chunk, microbatch, layer)
+                    following = flatten(asked.samples[asked.index_of(chunk, microbatch, layer + 1)])[0]
+                    # Samples are often the same objects for all microbatches.
+                    tensors = (*flatten(asked.samples[index])[0], *following)
+                    same = (chunk, layer, *map(id, tensors))
+                    if same not in known:
+                        function = self.scheduled[index].captured.region.function
+                        known[same] = results_among(function, asked.samples[index], following, session)
+                    self._results[index] = known[same]
+
     def _plan(self) -> list[Turn]:
         asked = self._asked
         turns: list[Turn] = []
@@ -272,10 +308,24 @@ class _Making:
         key = self._observer.forward(scheduled.captured.region, scheduled.signature, tensors, taken=taken)
         self._observer.plan.calls[key].samples = tuple(tensors)
         self._keys[index] = key
+        results = self._results.get(index)
+        if results:
+            nothing = torch.empty(0)
+            self._observer.outputs(*key, [results.get(number, nothing) for number in range(1 + max(results))])
 
     @staticmethod
     def _is_of(variant: Variant, scheduled: ScheduledCallable) -> bool:
         return variant.region is scheduled.captured.region and variant.signature == scheduled.signature
+
+    def _follow_fp8(self, graphs: CallableGraphs) -> None:
+        graphs.on_close(self._fp8.close)
+        if self._fp8.has_part_in_calls:
+            graphs.around = self._fp8.around(self._callable_of)
+        for index, region in enumerate(self._callable_of):
+            if self._fp8.needs_a_first_run(index):
+                each = next(n for n, one in enumerate(self.scheduled) if one.captured.region is region)
+                arguments, named = self._asked.samples[each]
+                graphs.session.observe(partial(region.function, *arguments, **named))
 
     def _captured(self, index: int, session: GraphSession) -> CapturedCallable:
         function = self._asked.callables[index]
@@ -285,6 +335,7 @@ class _Making:
         modules = {id(module): module for _, root in roots for module in root.modules()}
         if isinstance(function, nn.Module):
             function = own_forward(function)
+        function = self._fp8.wrapped(index, function)
         region = Region(name=name, kind="callable", function=function, modules=tuple(modules.values()))
         self._callable_of[region] = index
         captured = CapturedCallable(region, session.stats(name, region.kind), session.watch(roots), roots, names)
@@ -294,6 +345,7 @@ class _Making:
     def _settle(self, chains: Sequence[Chain], *, allows_unused: bool) -> None:
         by_key: dict[Key, Chain] = {}
         variants = dict.fromkeys(self._keys.values())
+        sources = {source for chain in chains for pair in chain.pairs for source in pair.sources()}
         for chain in chains:
             for pair in chain.pairs:
                 key = next(
@@ -303,11 +355,13 @@ class _Making:
                 )
                 by_key[key] = chain
                 # Losses and the like are kept for long.
-                pair.copies_results = sum(output.numel() for output in pair.outputs) <= _MAX_SMALL
+                is_small = sum(output.numel() for output in pair.outputs) <= _MAX_SMALL
+                pair.copies_results = is_small and pair not in sources
                 if not allows_unused:
                     _refuse_unused(pair, self._asked.callables[self._callable_of[pair.region]])
         for index, key in self._keys.items():
             self.scheduled[index].chain = by_key[key]
+            self.scheduled[index].is_read_in_place = by_key[key].pairs[0] in sources
         for each in self.scheduled:
             each.captured.settle()
 
@@ -340,6 +394,10 @@ def _modules_of(function: Any) -> list[nn.Module]:
     cells = [cell.cell_contents for cell in getattr(function, "__closure__", None) or () if _is_filled(cell)]
     owner = getattr(function, "__self__", None)
     return list(dict.fromkeys(each for each in (owner, *cells) if isinstance(each, nn.Module)))
+
+
+def _all_modules_of(function: Any) -> list[nn.Module]:
+    return list(dict.fromkeys(each for module in _modules_of(function) for each in module.modules()))
 
 
 def _is_filled(cell: CellType) -> bool:

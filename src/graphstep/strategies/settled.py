@@ -24,7 +24,7 @@ def tensors_kept(watched: Iterable[Watched], *, where: str) -> Iterator[None]:
         replaced = [name for each in watched for name in each.put_back()]
     if replaced:
         raise CaptureError(
-            f"captured calls replace {', '.join(replaced)} by new tensors; a graph works on the tensors that it has seen",
+            f"captured calls replace {', '.join(replaced)} by others; a graph works on the tensors that it has seen",
             where=where,
             fix="write into the tensors (copy_, add_, mul_)",
         )

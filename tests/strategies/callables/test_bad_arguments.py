@@ -160,7 +160,7 @@ def test_reuse_without_an_order_is_harmless_or_refused() -> None:
     module.forward.reset()
 
 
-@pytest.mark.parametrize("option", ["fp8_enabled", "_orders", "sample_kwarg"])
+@pytest.mark.parametrize("option", ["fp8_enable", "_orders", "sample_kwarg"])
 def test_unknown_option(option: str) -> None:
     with pytest.raises(TypeError, match=option):
         graphstep.make_graphed_callables(Block(), (sample(),), **dict[str, Any]({option: True}))

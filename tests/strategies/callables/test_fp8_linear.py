@@ -8,13 +8,15 @@ from typing import Any
 
 import pytest
 import torch
+from tests.models.tiny import GPT2, tiny_batch, tiny_model
 from tests.strategies.callables.jobs import DTYPES, Job, compared
 from tests.strategies.runs import differences
 from torch import Tensor, nn
 from torch.nn import functional
 
 import graphstep
-from graphstep.models import DelayedScaling, Float8Linear, mark_first_microbatch
+from graphstep.config import CudaGraphConfig
+from graphstep.models import DelayedScaling, Float8Linear, GPTModel, mark_first_microbatch
 
 WIDE, ROWS = 32, 16
 RECIPES = [
@@ -232,6 +234,36 @@ def test_attached_to_a_loop(device: torch.device, caches: bool, num_microbatches
         if manager is not None:
             rows = manager.report().rows
             assert all(row.num_replays >= 5 * num_microbatches for row in rows), manager.report()
+            manager.close()
+        return trace
+
+    different = differences(run(False), run(True))
+    assert not different, different[:6]
+
+
+@pytest.mark.parametrize("num_microbatches", [1, 4])
+@pytest.mark.parametrize("merge", [1, 0])
+def test_the_reference_model_with_its_segments(device: torch.device, num_microbatches: int, merge: int) -> None:
+    def run(graphs: bool) -> list[dict[str, Tensor]]:
+        model: GPTModel = tiny_model(GPT2, fp8=RECIPES[0]).to(device)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        config = CudaGraphConfig(impl="local", modules=("attn", "mlp"), merge_layers=merge, policy="required")
+        manager = graphstep.attach(model, config) if graphs else None
+        trace = []
+        for step in range(7):
+            optimizer.zero_grad()
+            mark_first_microbatch(model)
+            for number in range(num_microbatches):
+                batch = tiny_batch(GPT2, seed=10 * step + number)
+                loss = model(**{name: tensor.to(device) for name, tensor in batch.items()})
+                loss.backward()
+            found = {"loss": loss.detach().clone(), **state_of(model)}
+            found.update((name, p.grad.clone()) for name, p in model.named_parameters() if p.grad is not None)
+            trace.append(found)
+            del loss
+            optimizer.step()
+        if manager is not None:
+            assert all(row.num_replays >= 4 * num_microbatches for row in manager.report().rows), manager.report()
             manager.close()
         return trace
 
