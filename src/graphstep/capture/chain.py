@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor
@@ -11,6 +11,7 @@ from torch import Tensor
 from graphstep.capture.gradients import GradientHomes, Guests, QuickLook
 from graphstep.capture.graph_pair import GraphPair
 from graphstep.capture.lanes import Lane
+from graphstep.capture.read_ahead import ReadAhead
 
 if TYPE_CHECKING:
     from graphstep.capture.pending import Pending
@@ -51,6 +52,7 @@ class Chain:
         return len(self.pairs) > 1 and num_static > 0
 
     _look: QuickLook | None = None
+    _read: dict[int, ReadAhead] = field(default_factory=dict)
 
     def has_hooks(self, pairs: Sequence[GraphPair]) -> bool:
         """True if a parameter of these may have a hook on its gradient."""
@@ -82,3 +84,12 @@ class Chain:
         while stop < len(self.pairs) and self.pairs[stop].forward is None:
             stop += 1
         return self.pairs[index:stop]
+
+    def read_ahead(self, index: int) -> ReadAhead | None:
+        """What the layers read that the forward half of ``index`` launches; ``None`` if it launches itself alone."""
+        if index + 1 == len(self.pairs) or self.pairs[index + 1].forward is not None:
+            return None
+        found = self._read.get(index)
+        if found is None:
+            found = self._read[index] = ReadAhead(self.graph_at(index))
+        return found

@@ -54,6 +54,8 @@ class ChainRun:
         """Of the results handed out, to see whether somebody wrote into them."""
         self._read: list[tuple[Tensor, int]] = []
         """Results of other runs that the backward half of the first pair reads, with their versions."""
+        self._launched: dict[int, list[list[int]]] = {}
+        """By the first pair of a graph of several: versions of what each of them reads, at the launch."""
         self.num_landmarks = 0
         self.copied: frozenset[int] = frozenset()
         """Pairs whose callers get copies of the results."""
@@ -113,6 +115,7 @@ class ChainRun:
         index = self.latest + 1
         pair = self.chain.pairs[index]
         pair.launch_forward()
+        self._note_launch(index)
         self._note(index, pair)
 
     def _note(self, index: int, pair: GraphPair) -> None:
@@ -123,11 +126,28 @@ class ChainRun:
         pair.num_replays += 1
         pair.stats.num_replays += 1
 
+    def _note_launch(self, index: int) -> None:
+        read = self.chain.read_ahead(index)
+        if read is not None:
+            self._launched[index] = read.versions()
+
+    def has_run_on_old(self, index: int) -> bool:
+        """True if this pair was launched with one before it, and what it reads was written since."""
+        if not self._launched or self.chain.pairs[index].forward is not None:
+            return False
+        start = max(each for each in self._launched if each <= index)
+        return self._differs(start, index)
+
+    def _differs(self, start: int, index: int) -> bool:
+        read = self.chain.read_ahead(start)
+        return read is not None and read.versions_of(index - start) != self._launched[start][index - start]
+
     def forward(self, stop: int, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Load the arguments, run the first forward half, and give a tensor for every result up to ``stop``."""
         pairs = self.chain.pairs[self.first : stop]
         pairs[0].load_inputs(tensors)
         pairs[0].launch_forward()
+        self._note_launch(self.first)
         self.copied = frozenset(index for index, pair in enumerate(pairs, self.first) if pair.copies_results)
         made = [
             torch.empty_like(output) if index in self.copied else output.detach()
@@ -201,6 +221,7 @@ class ChainRun:
                 continue  # One pair alone, whose gradients the next one leaves in place.
             _refuse_if_partial(pairs[start:stop], given[start:stop], is_last=stop == len(pairs))
         again = _computed_again(pairs, graphs, given)
+        self._refuse_other_state(again, graphs)
         replayed = [pair for start, stop in graphs if start not in again for pair in pairs[start:stop]]
         # The recording writes into all of its gradients. Eager code leaves None where the loss does not reach, and
         # optimizers skip those.
@@ -259,6 +280,20 @@ class ChainRun:
             )
         _refuse_new_hooks(pairs, self.chain.has_hooks(pairs))
         return given
+
+    def _refuse_other_state(self, again: Collection[int], graphs: Sequence[tuple[int, int]]) -> None:
+        """What is computed again must read what it has read in the forward."""
+        for start, stop in graphs:
+            place = self.first + start
+            if start in again and place in self._launched:
+                for index in range(place, self.first + stop):
+                    if self._differs(place, index):
+                        raise LifecycleError(
+                            "a weight or buffer was written between the forward and the backward of a graph of several "
+                            "layers that was used in part, so that it cannot be computed again",
+                            where=self.chain.pairs[index].region.name,
+                            fix="launch each layer by itself: --cuda-graph-merge-layers 1 (merge_layers=1)",
+                        )
 
     def _done(self) -> tuple[GraphPair, ...]:
         return self.chain.pairs[self.first : self.latest + 1]

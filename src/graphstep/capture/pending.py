@@ -71,6 +71,10 @@ class Pending:
             return False
         return self._has_results(arguments, named) and self._has_others(arguments, named)
 
+    def has_run_on_old(self) -> bool:
+        """True if the next pair has run already, and what it reads was written since."""
+        return self._run is not None and self._run.has_run_on_old(self._run.latest + 1)
+
     def _has_results(self, arguments: tuple[Any, ...], named: dict[str, Any]) -> bool:
         for place, expected, version in self._expected:
             result = expected()

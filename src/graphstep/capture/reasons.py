@@ -48,6 +48,11 @@ class EagerReason(StrEnum):
         "Forwards and backwards share memory in the order of the first step. Keep that order, or let the first step "
         "run the order of all later ones.",
     )
+    WRITTEN_BETWEEN = (
+        "written between merged layers",
+        "Layers of one graph run when the first of them is called. Write into weights and buffers before that, or launch "
+        "each layer by itself: merge_layers=1.",
+    )
     MOVED_ARGUMENT = (
         "an argument that the model owns has moved",
         "Write into the parameter or buffer (copy_, add_) instead of replacing it, or attach again after replacing it.",

@@ -35,6 +35,7 @@ _OBSERVED: Final = frozenset(
         EagerReason.OTHER_SIGNATURE,
         EagerReason.MORE_IN_FLIGHT,
         EagerReason.OUT_OF_ORDER,
+        EagerReason.WRITTEN_BETWEEN,
         EagerReason.TOO_MANY_SIGNATURES,
         EagerReason.CHANGED_ATTRIBUTE,
     }
@@ -119,6 +120,8 @@ class RegionCalls:
         self._device_type = host.device_type
         self._is_debugging = host.is_debugging
         self._changed = ""
+        self._was_written = False
+        """What it reads was written after the launch of the graph that holds this call."""
         self._has_warned = False
         self._mismatched: Signature | None = None
 
@@ -186,12 +189,14 @@ class RegionCalls:
                 and pending.pair.owner is self.current
                 and not pending.pair.has_new_hook()
                 and not torch_private.saved_tensors_are_taken()
+                and not (pending.pair.forward is None and pending.has_run_on_old())
             ):
                 if self._is_debugging:
                     self._host.verify()
                 if self.manual_hook is not None:
                     self.manual_hook()
                 return pending.advance()
+            self._was_written = pending.pair.forward is None and pending.has_run_on_old()
             pending.drop()
         return self._start(arguments, named)
 
@@ -240,6 +245,9 @@ class RegionCalls:
                     run = ChainRun(chain, index, host.run_opened(), check)
                     return run.start(tensors, arguments, named, signature.ambient.key)
                 reasons.append(found)
+            if self._was_written and EagerReason.OUT_OF_ORDER in reasons:
+                reasons.insert(0, EagerReason.WRITTEN_BETWEEN)
+            self._was_written = False
             # Of a slot in flight there is nothing to say if another one was free.
             reason = next((each for each in reasons if each is not EagerReason.MORE_IN_FLIGHT), reasons[0])
         is_worth_it = reason in _OBSERVED or (reason in _OBSERVED_ONCE and links is not None and len(links) == 1)
