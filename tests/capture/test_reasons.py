@@ -19,6 +19,7 @@ TEXTS = {
     "other-signature": "another signature",
     "more-in-flight": "more microbatches in flight than at capture",
     "out-of-order": "out of the order of the first step",
+    "written-between": "written between merged layers",
     "moved-argument": "an argument that the model owns has moved",
     "result-held": "an earlier result is still held",
     "new-hook": "a parameter got a hook on its gradient after the capture",

@@ -97,6 +97,14 @@ class Attributes:
         """The attributes of the same modules as they are now, those that were left out as well; no hooks."""
         return Attributes(self._modules)
 
+    def places(self) -> Iterator[tuple[Any, Any, Any]]:
+        """Owner, key and noted value: of dicts, attributes and slots, and of lists by position."""
+        yield from ((owner, key, value) for _, owner, key, value in self._noted.entries)
+        yield from ((owner, name, value) for _, owner, name, value in self._noted.slots)
+        for _, owner, elements in self._noted.sequences:
+            if isinstance(owner, list):
+                yield from ((owner, index, element) for index, element in enumerate(elements))
+
     def put_back(self) -> None:
         """Give attributes, what lies in them, and generators of random numbers the values that were noted."""
         self._noted.put_back()

@@ -9,14 +9,10 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from graphstep.capture.gradients import (
-    GradientHomes,
-    Guests,
-    has_gradient_hooks,
-    hooks_off,
-)
+from graphstep.capture.gradients import GradientHomes, Guests, has_gradient_hooks, hooks_off
 from graphstep.capture.holders import Holders
 from graphstep.capture.lanes import Lane
+from graphstep.capture.left_tensors import LeftTensors
 from graphstep.capture.observe import Observation
 from graphstep.capture.parameter_aliases import ParameterAliases
 from graphstep.capture.region import Region
@@ -132,6 +128,7 @@ class GraphPair:
         self.exposed: list[Tensor] = []
         """Their gradients are results of the backward recording, and autograd accumulates them."""
         self.exposed_gradients: list[Tensor | None] = []
+        self.left = LeftTensors()
         self._holders: Holders | None = None
         self._observation = Observation()
         self._known: set[int] = set()
@@ -263,6 +260,7 @@ class GraphPair:
         held = [(each, each.now()) for each in (self.holders, *(source.holders for source in self.sources()))]
         self.session.release([each for each in (self.forward, self.backward) if each is not None], self.stats)
         self.stats.static_bytes -= self.static_bytes
+        self.left.forget()
         for position in self.chained:
             self.inputs[position] = torch.empty(0)
         for holders, before in held:
@@ -349,12 +347,15 @@ class GraphPair:
         if self.forward is not None:
             self.forward.replay()
             self.stats.num_launches += 1
+        if self.left.places:
+            self.left.renew()
         # Anything that autograd saved from the last replay's outputs is now stale; autograd checks versions.
         torch.autograd.graph.increment_version(self.outputs)
 
     def recompute(self, inputs: Sequence[Tensor]) -> list[Tensor]:
         """Run the region eagerly on its static inputs, or on what another one made; returns its outputs, flat."""
-        return flatten(self._call(inputs))[0]
+        with self.left.put_back():
+            return flatten(self._call(inputs))[0]
 
     def load_output_gradients(self, gradients: Sequence[Tensor | None], *, is_chained: bool) -> None:
         """Refresh the gradients of the outputs.
@@ -430,7 +431,7 @@ def capture_forwards(pairs: Sequence[GraphPair]) -> None:
     def run() -> list[Any]:
         results = []
         for pair in pairs:
-            with pair._aliases.installed():
+            with pair._aliases.installed(), pair.left.noted(pair):
                 results.append(pair._run_forward())
         return results
 

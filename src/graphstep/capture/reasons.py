@@ -50,8 +50,8 @@ class EagerReason(StrEnum):
     )
     WRITTEN_BETWEEN = (
         "written between merged layers",
-        "Layers of one graph run when the first of them is called. Write into weights and buffers before that, or launch "
-        "each layer by itself: merge_layers=1.",
+        "Layers of one graph run when the first of them is called. Write into weights and buffers before that, or "
+        "launch each layer by itself: merge_layers=1.",
     )
     MOVED_ARGUMENT = (
         "an argument that the model owns has moved",

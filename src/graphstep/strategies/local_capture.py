@@ -278,6 +278,7 @@ class _Capturing:
             poisons=order.poisons,
         )
         pair.static_bytes = static_bytes
+        pair.left.attributes = order.attributes.get(variant.region)
         with _flags_of(variant):
             if variant in self.warm:
                 pair.warm_up_as(self.warm[variant])

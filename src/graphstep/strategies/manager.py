@@ -16,6 +16,7 @@ from graphstep.capture.attributes import FastLook
 from graphstep.capture.chain import Chain, Handover
 from graphstep.capture.graph_pair import GraphPair
 from graphstep.capture.lanes import Lanes
+from graphstep.capture.left_tensors import as_before
 from graphstep.capture.manifest import Watched, verify
 from graphstep.capture.plan import Key, Plan, PlanObserver
 from graphstep.capture.reasons import EagerReason
@@ -299,6 +300,7 @@ class CudaGraphManager:
         self.verify()  # What moved since an earlier capture must not be taken for what that one has seen.
         regions = {variant.region for variant, _ in plan.calls}
         attributes = {region: self._regions[region].note_attributes() for region in regions}
+        before = {region: noted.again() for region, noted in attributes.items()}
         watched = self.session.watch([("", self._model)])
         chains: list[Chain] = []
         self.is_capturing = True
@@ -342,6 +344,8 @@ class CudaGraphManager:
             self._hits.pop((variant.region, variant.signature), None)
         for region in regions:
             self._regions[region].captured()
+        for pair in (pair for chain in chains for pair in chain.pairs):
+            as_before(pair.left, before[pair.region])
         self._look_anew()
 
     def _check_attributes(self) -> None:

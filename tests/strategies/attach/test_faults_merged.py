@@ -68,9 +68,7 @@ def test_s3_a_write_between_two_layers_of_a_graph(
         numbers["calls"] = numbers["calls"] if step else 0
 
     build = partial(Stack, 3, ScaledByAttribute if write is into_attribute else Scaled, call)
-    found = same(
-        device, build, num_microbatches=1, num_steps=7, config={"merge_layers": merge_layers}, before=restart
-    )
+    found = same(device, build, num_microbatches=1, num_steps=7, config={"merge_layers": merge_layers}, before=restart)
     if merge_layers == 0:
         assert found["written between merged layers"] > 0
 
