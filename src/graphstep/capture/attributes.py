@@ -57,10 +57,15 @@ class Attributes:
         self._noted = _walk(self._modules)
         self._module_hooks: list[tuple[str, Mapping[int, Any], tuple[int, ...]]] = []
         self._tensor_hooks: list[tuple[str, Tensor, str, tuple[int, ...]]] = []
+        has_inner = False
         for path, module in hooks_of:
             for name in _MODULE_HOOKS:
                 hooks: Mapping[int, Any] = getattr(module, name)
                 self._module_hooks.append((_join(path, "hooks"), hooks, tuple(hooks)))
+            has_inner = True
+        if has_inner:
+            for hooks in torch_private.global_module_hooks():
+                self._module_hooks.append(("hooks of all modules", hooks, tuple(hooks)))
         for path, module in parameters_of:
             for key, parameter in module._parameters.items():
                 if parameter is not None:

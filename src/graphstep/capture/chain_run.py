@@ -177,6 +177,12 @@ class ChainRun:
         """
         pairs = self._done()
         where = pairs[-1].region.name
+        if pairs[-1].session.is_closed:
+            raise LifecycleError(
+                "the graphs were closed between the forward and the backward of this call",
+                where=where,
+                fix="run the backward of every forward before close() or the end of the `with` block",
+            )
         if self._has_run:
             raise LifecycleError(
                 "the backward of this call has run already, and the memory of its forward is used again",
@@ -349,6 +355,14 @@ def _refuse_new_hooks(pairs: Sequence[GraphPair], has_hooks: bool) -> None:
 
 
 def _refuse_if_spoilt(pair: GraphPair, versions: Sequence[int], read_by_next: Collection[int]) -> None:
+    now = pair.versions()
+    if any(now[index] != versions[index] for index in pair.shared_results):
+        raise LifecycleError(
+            "a result was changed in place that shares memory with another result; the captured backward does not know "
+            "what that does to the gradient of the other one",
+            where=pair.region.name,
+            fix="return results with memory of their own (such as y[:2].clone()), or change a clone",
+        )
     if pair.spoilt(versions, read_by_next):
         raise LifecycleError(
             "a result was changed in place, and the backward needs it as it was",

@@ -17,7 +17,7 @@ from graphstep.capture.observe import Observation
 from graphstep.capture.parameter_aliases import ParameterAliases
 from graphstep.capture.region import Region
 from graphstep.capture.report import RegionStats
-from graphstep.capture.results import not_reached, parameters_behind, with_memory_of_its_own
+from graphstep.capture.results import not_reached, parameters_behind, share_memory, with_memory_of_its_own
 from graphstep.capture.saved_tensors import (
     CreatedStorages,
     SavedTensors,
@@ -84,8 +84,7 @@ class GraphPair:
         self.inputs = list(inputs)
         self.in_place = in_place
         self.chained = dict(chained or {})
-        self.session = session
-        self.stats = stats
+        self.session, self.stats = session, stats
         self.outputs: list[Tensor] = []
         self.grad_outputs: list[Tensor | None] = []
         self.grad_inputs: list[Tensor | None] = []
@@ -111,6 +110,8 @@ class GraphPair:
         """Positions of those of ``chained`` that the backward half reads again."""
         self._is_saved: list[bool] = []
         """For each output, whether autograd needs it for the backward half."""
+        self.shared_results: set[int] = set()
+        """Outputs of which a write into one changes another one, and autograd would not know."""
         self._is_own: list[bool] = []
         """For each output, whether the recording made its memory; known where it is poisoned."""
         self.result_structure: Any = None
@@ -149,9 +150,7 @@ class GraphPair:
             self.region, self.signature, inputs, self.session, num_runs=num_runs, aliases=self._aliases
         )
         self._learn(trained, observation)
-        state = [dict_ for module in self.region.modules for dict_ in (module._parameters, module._buffers)]
-        known = [*inputs, *(tensor for dict_ in state for tensor in dict_.values() if tensor is not None)]
-        self._known = set(map(torch_private.storage_key, known))
+        self._known = set(map(torch_private.storage_key, [*inputs, *self.region.tensors()]))
 
     def warm_up_as(self, other: GraphPair) -> None:
         """Take over what the warmup of another pair of the variant has found."""
@@ -193,6 +192,7 @@ class GraphPair:
         saved = None if self._observation.saves_by_hooks or self.poisons else saved_storages(self.outputs)
         self.saved_inputs = [n for n in self.chained if not saved or torch_private.storage_key(self.inputs[n]) in saved]
         self._is_saved = [saved is None or torch_private.storage_key(output) in saved for output in self.outputs]
+        self.shared_results = share_memory(self.outputs)
         self._is_own = [output in self._saved.created for output in self.outputs]
         self._returns_plain_tuple = type(result) is tuple and all(isinstance(item, Tensor) for item in result)
         return result

@@ -36,6 +36,8 @@ class Results(Protocol):
     forward_position: int
     copies_results: bool
     """Callers get copies of them."""
+    shared_results: set[int]
+    """Those that lie in the same memory."""
 
     @property
     def holders(self) -> Holders:
@@ -85,7 +87,8 @@ class Lane:
     def copy_held_results(self) -> None:
         """Whoever keeps a result will do so again: from their next call on, they get copies."""
         for each in self._results:
-            if each.holders.are_more():
+            # Copies would not share memory as the results do.
+            if each.holders.are_more() and not each.shared_results:
                 each.copies_results = True
 
     def _is_held(self, position: int) -> bool:

@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from operator import attrgetter
 from typing import Final
 
-from torch import Tensor
-
 from graphstep.capture.graph_pair import GraphPair
 from graphstep.engine import torch_private
 
@@ -25,7 +23,7 @@ class ReadAhead:
     """
 
     def __init__(self, pairs: Sequence[GraphPair]) -> None:
-        self._owned = [_owned_by(pair) for pair in pairs]
+        self._owned = [pair.region.tensors() for pair in pairs]
         self._others = [
             [
                 source
@@ -46,8 +44,3 @@ class ReadAhead:
             tensor = source()
             found.append(-1 if tensor is None else tensor._version)
         return found
-
-
-def _owned_by(pair: GraphPair) -> list[Tensor]:
-    dicts = [contents for module in pair.region.modules for contents in (module._parameters, module._buffers)]
-    return [tensor for contents in dicts for tensor in contents.values() if tensor is not None]

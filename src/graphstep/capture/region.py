@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -21,3 +21,8 @@ class Region:
     """Any nesting of tensors in and out. Changes no Python state."""
     modules: tuple[nn.Module, ...] = field(repr=False)
     """The modules inside, descendants included: their training flags are part of the signature."""
+
+    def tensors(self) -> list[Tensor]:
+        """Parameters and buffers of the modules, as they are now."""
+        dicts = [contents for module in self.modules for contents in (module._parameters, module._buffers)]
+        return [tensor for contents in dicts for tensor in contents.values() if tensor is not None]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -30,6 +31,13 @@ def _copy(tensor: Tensor) -> Tensor:
         return tensor.clone()
     made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
     return made.copy_(tensor)
+
+
+def share_memory(outputs: Sequence[Tensor]) -> set[int]:
+    """Positions of outputs with a gradient that lie in the memory of another one with a gradient."""
+    keys = {n: torch_private.storage_key(output) for n, output in enumerate(outputs) if output.requires_grad}
+    counts = Counter(keys.values())
+    return {position for position, key in keys.items() if counts[key] > 1}
 
 
 def parameters_behind(outputs: Sequence[Tensor], aliases: ParameterAliases) -> list[set[int]]:

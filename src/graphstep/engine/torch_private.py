@@ -6,7 +6,7 @@ Checked on torch 2.11 (CUDA) and 2.13 (CPU).
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from operator import attrgetter
 from types import MethodType
@@ -394,6 +394,13 @@ def fp8_matmul(
     # The operations that it is made of elsewhere would be cast to the numbers of autocast.
     with torch.autocast(left.device.type, enabled=False):
         return product()
+
+
+def global_module_hooks() -> tuple[Mapping[int, Any], ...]:
+    """The hooks that run at every call of every module; empty where torch keeps them elsewhere."""
+    kinds = ("forward_pre_hooks", "forward_hooks", "backward_pre_hooks", "backward_hooks")
+    found = [getattr(torch.nn.modules.module, f"_global_{kind}", None) for kind in kinds]
+    return tuple(hooks for hooks in found if hooks is not None)
 
 
 def after_backward_pass(action: Callable[[], None]) -> None:

@@ -16,9 +16,41 @@ import torch
 from tests.strategies.attach.plain import HIDDEN, LAYERS, Stack, attached, built, num_replays, reasons, train
 from tests.strategies.runs import differences
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook
 
 from graphstep.capture.reasons import EagerReason
 from graphstep.errors import CaptureError
+
+
+def doubled(module: nn.Module, _arguments: Any, result: Tensor) -> Tensor | None:
+    return result * 2 if isinstance(module, nn.Dropout) else None
+
+
+@pytest.mark.parametrize("is_there_at_first", [False, True])
+def test_s7_a_hook_on_all_modules(device: torch.device, is_there_at_first: bool) -> None:
+    """Runs inside of captured modules too: eagerly after it came or went, and in the graphs of a later capture."""
+    found = []
+    for policy in ("off", "required"):
+        model = built(Stack, device)
+        handles = [register_module_forward_hook(doubled)] if is_there_at_first else []
+
+        def change(step: int, handles: list[Any] = handles) -> None:
+            if step == 3 and handles:
+                handles.pop().remove()
+            elif step == 3:
+                handles.append(register_module_forward_hook(doubled))
+
+        try:
+            with attached(model, LAYERS, policy=policy) as manager:
+                found.append(train(model, device, 8, before=change))
+                if policy == "required":
+                    assert reasons(manager)[EagerReason.CHANGED_ATTRIBUTE] == 2 * 2
+                    assert num_replays(manager) == 2 * (2 + 3)
+                    assert manager.report().rows[0].last_detail == "hooks of all modules"
+        finally:
+            for each in handles:
+                each.remove()
+    assert differences(*found) == []
 
 
 class Keeping(nn.Module):
