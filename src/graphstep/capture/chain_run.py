@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from graphstep.capture.chain import Chain
 from graphstep.capture.graph_pair import GraphPair
@@ -173,7 +172,7 @@ class ChainRun:
         """Refuse a backward that the recordings cannot give.
 
         Raises:
-            LifecycleError: it has run before, or only gradients of chosen tensors are wanted.
+            LifecycleError: it has run before, second derivatives are wanted, or only gradients of chosen tensors are.
         """
         pairs = self._done()
         where = pairs[-1].region.name
@@ -182,6 +181,15 @@ class ChainRun:
                 "the graphs were closed between the forward and the backward of this call",
                 where=where,
                 fix="run the backward of every forward before close() or the end of the `with` block",
+            )
+        if torch.is_grad_enabled():
+            # Gradients that a replay gives have no history: a loss that is made of them would lose a part in silence.
+            raise LifecycleError(
+                "a backward that can be differentiated again was asked for (create_graph=True), and a captured "
+                "backward gives no second derivatives",
+                where=where,
+                fix="leave this module out of the captured ones; or call backward without create_graph, if its "
+                "gradients are not differentiated",
             )
         if self._has_run:
             raise LifecycleError(
@@ -407,9 +415,8 @@ class Replay(torch.autograd.Function):
         return outputs
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         """Replay the backward halves, once, if they can give what is asked for."""
-        ctx.run.check_backward(ctx.next_functions[-1][0])
         run: ChainRun = ctx.run
+        run.check_backward(ctx.next_functions[-1][0])
         return (None, None, None, *run.backward(gradients), *([None] * run.num_landmarks), None)
