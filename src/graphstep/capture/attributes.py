@@ -30,6 +30,8 @@ _OF_LIBRARIES: Final = frozenset(sys.stdlib_module_names) - {"types", "argparse"
 """Not looked into, except for namespaces: loggers, locks and the like change without a meaning."""
 _DEPTH: Final = 3
 _MOST_ENTRIES: Final = 1000
+_LARGE_OBJECT: Final = 8
+"""Entries."""
 
 Named = tuple[str, nn.Module]
 
@@ -84,8 +86,12 @@ class Attributes:
         self._noted = now.without({*gone, *(path for path in now.values if path not in self._noted.values)})
         self._look = FastLook([self])
 
+    def hold(self) -> bool:
+        """True if surely nothing has changed. Cost: less than 0.1 microseconds an attribute or kind of hook."""
+        return self._look.holds()
+
     def changed(self) -> list[str]:
-        """The paths of what is not as it was. Cost: less than 0.1 microseconds an attribute or kind of hook."""
+        """The paths of what is not as it was."""
         if self._look.holds():
             return []
         found = self._noted.changed()
@@ -186,9 +192,20 @@ class FastLook:
         values = {(id(owner), name, id(value)): value for each in noted for _, owner, name, value in each.entries}
         self._is_possible = len(entries) == len(values)
         """Else two of them have noted different values of one attribute."""
-        self._attributes = [owner for owner, _ in entries.values()]
-        self._names = [name for _, name in entries.values()]
-        self._values = list(values.values())
+        noted_of: dict[int, list[Any]] = {}
+        for (number, _, _), value in values.items():
+            noted_of.setdefault(number, []).append(value)
+        owners = {id(owner): owner for owner, _ in entries.values()}
+        # Of a large object, such as a configuration, all entries are compared in their order: at half the price.
+        self._whole = [
+            owner for number, owner in owners.items() if len(owner) == len(noted_of[number]) >= _LARGE_OBJECT
+        ]
+        self._in_whole = [value for owner in self._whole for value in noted_of[id(owner)]]
+        whole = set(map(id, self._whole))
+        apart = {key: value for key, value in values.items() if key[0] not in whole}
+        self._attributes = [owners[number] for number, _, _ in apart]
+        self._names = [name for _, name, _ in apart]
+        self._values = list(apart.values())
         sized = {id(owner): (owner, len(keys)) for each in noted for _, owner, keys in each.dicts}
         sized.update((id(owner), (owner, size)) for each in noted for _, owner, size in each.large)
         sequences = {id(owner): (owner, before) for each in noted for _, owner, before in each.sequences}
@@ -215,9 +232,10 @@ class FastLook:
             self._is_possible
             and not self._had_hooks
             and not any(self._module_hooks)
-            and not any(map(getattr, self._parameters, self._hook_names, repeat(None)))
+            and not (self._parameters and any(map(getattr, self._parameters, self._hook_names, repeat(None))))
             and list(map(len, self._sized)) == self._sizes
             and all(map(is_, self._values, map(dict.get, self._attributes, self._names)))
+            and (not self._whole or all_same(self._in_whole, chain.from_iterable(map(dict.values, self._whole))))
             and (not self._elements or all_same(self._elements, chain.from_iterable(self._sequences)))
             and (
                 not self._slot_values

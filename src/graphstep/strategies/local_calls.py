@@ -164,24 +164,30 @@ class RegionCalls:
             self.pending.drop()
         self.generations, self.current, self.why_not = [], None, reason
 
-    def check_attributes(self) -> bool:
-        """Find the graphs that were captured with attributes as they are now; true if there are none."""
-        if not self.generations:
-            return False
+    def look_at_attributes(self) -> None:
+        """Find the graphs that were captured with attributes as they are now: those may change between two layers."""
+        if not self.generations or (self.current is not None and self.current.attributes.hold()):
+            return
         if self.current is not None and not self.current.attributes.changed():
             self._changed = ""
-            return False
+            return
         changed = self.generations[-1].attributes.changed()
         fitting = [each for each in self.generations if not each.attributes.changed()]
         self.current = fitting[-1] if fitting else None
         self._changed = changed[0] if changed and not fitting else ""
-        return not fitting
+
+    def is_current(self, pair: GraphPair) -> bool:
+        """True if a pair was captured with attributes as they are now, or were at the last call of this region."""
+        if pair.owner is not self.current:
+            self.look_at_attributes()
+        return pair.owner is self.current
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
         """Run the region on its arguments."""
         pending = self.pending
         if pending is not None:
             self.pending = None
+            self.look_at_attributes()
             if (
                 pending.matches(arguments, named)
                 and pending.ambient == ambient_key(self._device_type)
@@ -212,6 +218,7 @@ class RegionCalls:
         if torch_private.data_parallel_is_active() and not host.is_data_parallel:
             host.data_parallel_found()
         host.before_call()
+        self.look_at_attributes()
         if self._is_debugging:
             host.verify()
         tensors, _ = flatten((arguments, named))
@@ -347,7 +354,7 @@ def _why_not(chain: Chain, index: int, tensors: Sequence[Tensor]) -> EagerReason
     elif any(each.has_new_hook() for each in graph):
         reason = EagerReason.NEW_HOOK
     elif len(graph) > 1 and not all(
-        each.owner is getattr(calls, "current", each.owner) and _has_flags(each)
+        (not isinstance(calls, RegionCalls) or calls.is_current(each)) and _has_flags(each)
         for each, calls in zip(graph, chain.receivers[index:], strict=False)
     ):
         reason = EagerReason.OUT_OF_ORDER

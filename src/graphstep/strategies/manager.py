@@ -12,7 +12,6 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
-from graphstep.capture.attributes import FastLook
 from graphstep.capture.chain import Chain, Handover
 from graphstep.capture.graph_pair import GraphPair
 from graphstep.capture.lanes import Lanes
@@ -112,8 +111,6 @@ class CudaGraphManager:
         self._boundary = StepBoundary(model.parameters())
         self._watched: Watched | None = None
         self._watched_of: WeakKeyDictionary[Chain, Watched] = WeakKeyDictionary()
-        self._look = FastLook(())
-        self._has_changes = False
         self._lanes = Lanes()
         self._chains = CapturedChains(self._config.max_signatures, self._config.capture_after)
         self._hits: Counter[tuple[Region, Signature]] = Counter()
@@ -149,7 +146,7 @@ class CudaGraphManager:
     # ----- what the calls ask
 
     def before_call(self) -> None:
-        """With nothing in flight: capture what is due, and check what has to hold for replays.
+        """With nothing in flight: capture what is due, and check that nothing has moved.
 
         Raises:
             StaleAddressError: a parameter, buffer or gradient has moved since the capture, or a module was replaced.
@@ -168,8 +165,6 @@ class CudaGraphManager:
         if self._watched is None:
             return
         self.verify()
-        if not self._look.holds() or self._has_changes:
-            self._check_attributes()
 
     def data_parallel_found(self) -> None:
         """From now on autograd accumulates gradients: what was captured without that is forgotten."""
@@ -346,16 +341,11 @@ class CudaGraphManager:
             self._regions[region].captured()
         for pair in (pair for chain in chains for pair in chain.pairs):
             as_before(pair.left, before[pair.region])
-        self._look_anew()
 
     def _check_attributes(self) -> None:
         """Have each region find the graphs that were captured with attributes as they are now."""
-        changed = [calls.check_attributes() for calls in self._regions.values()]
-        self._has_changes = any(changed)
-        self._look_anew()
-
-    def _look_anew(self) -> None:
-        self._look = FastLook(calls.current.attributes for calls in self._regions.values() if calls.current is not None)
+        for calls in self._regions.values():
+            calls.look_at_attributes()
 
     def _captured_modules(self) -> list[tuple[str, GraphedModule]]:
         paths = {id(module): path for path, module in self._model.named_modules()}
