@@ -24,16 +24,28 @@ class TensorLayout:
     dtype: torch.dtype
     device: torch.device
     requires_grad: bool
+    is_conj: bool = False
+    """What is in memory is the conjugate of its values."""
+    is_neg: bool = False
+    """What is in memory is the negative of its values."""
 
     @classmethod
     def of(cls, tensor: Tensor) -> TensorLayout:
         """The layout of a tensor."""
-        return cls(tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad)
+        return cls(
+            tuple(tensor.shape),
+            tensor.stride(),
+            tensor.dtype,
+            tensor.device,
+            tensor.requires_grad,
+            tensor.is_conj(),
+            tensor.is_neg(),
+        )
 
     def __str__(self) -> str:
         dtype = str(self.dtype).removeprefix("torch.")
-        grad = " requires_grad" if self.requires_grad else ""
-        return f"{self.shape} {dtype} {self.device}{grad}"
+        flags = {"requires_grad": self.requires_grad, "conjugated": self.is_conj, "negated": self.is_neg}
+        return " ".join([f"{self.shape} {dtype} {self.device}", *(name for name, is_set in flags.items() if is_set)])
 
     def explain(self, other: TensorLayout) -> str:
         """What differs, in words; empty if nothing."""

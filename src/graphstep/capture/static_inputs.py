@@ -109,6 +109,8 @@ def to_device(batch: Any, device: torch.device) -> Any:
 def static_like(layout: TensorLayout, sample: Tensor | None = None) -> Tensor:
     """A tensor with a layout, outside of any pool: with the values of a sample, or zeros."""
     made = torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype, device=layout.device)
+    made = made.conj() if layout.is_conj else made
+    made = torch._neg_view(made) if layout.is_neg else made
     if sample is None:
         own_entries(made).zero_()
     else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -30,9 +31,7 @@ def named_differences(mine: Signature, given: Signature, names: Sequence[str]) -
     if mine == given:
         return []
     layouts = tuple(
-        TensorLayout(theirs.shape, own.stride, theirs.dtype, theirs.device, theirs.requires_grad)
-        if own.shape == theirs.shape
-        else theirs
+        replace(theirs, stride=own.stride) if own.shape == theirs.shape else theirs
         for own, theirs in zip(mine.layouts, given.layouts, strict=False)
     )
     if len(layouts) == len(given.layouts):

@@ -1,4 +1,4 @@
-"""Known faults around attributes and hooks that change while a step is under way: each call sees those of its moment."""
+"""Known faults around attributes and hooks that change within a step: each call sees those of its moment."""
 
 from __future__ import annotations
 
