@@ -380,6 +380,9 @@ def fp8_matmul(
         is_fast: may sum less precisely, where the device knows a faster way.
     """
     has_kernel = has_fp8_matmul(left.device)
+    if has_kernel and left.device.type == "cuda":
+        # cuBLAS reads scales from multiples of 16 bytes only, and says that the product is not supported.
+        inverse_left, inverse_right = (s.clone() if s.data_ptr() % 16 else s for s in (inverse_left, inverse_right))
 
     def product() -> Tensor:
         if not has_kernel:
@@ -394,6 +397,17 @@ def fp8_matmul(
     # The operations that it is made of elsewhere would be cast to the numbers of autocast.
     with torch.autocast(left.device.type, enabled=False):
         return product()
+
+
+def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """``total += left @ right``, in one kernel where the device knows how to."""
+    if total.dtype == left.dtype:
+        total.addmm_(left, right)
+    elif total.device.type == "cuda" and total.dtype == torch.float32:
+        # Half-precision products into float32, rounded once; the overload has no public name on other devices.
+        torch.addmm(total, left, right, out_dtype=torch.float32, out=total)
+    else:
+        total.add_(left @ right)
 
 
 def after_backward_pass(action: Callable[[], None]) -> None:
