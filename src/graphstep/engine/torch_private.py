@@ -39,6 +39,11 @@ class DispatchMode(TorchDispatchMode):
     def _should_skip_dynamo(cls) -> bool:
         return False
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Compiled code runs as such. Else it would be skipped, in this call and in all later ones."""
+        return True
+
     def __enter__(self) -> Self:
         compiler = sys.modules.get("torch._dynamo")
         if compiler is not None and "__torch_dispatch__" not in self.__dict__:
