@@ -24,16 +24,19 @@ class Earlier:
     """What the gradient of a leaf was before a run, without keeping it alive."""
 
     leaf: Tensor
-    gradient: weakref.ref[Tensor] | None
-    storage_key: int
+    gradient: weakref.ref[Tensor] | None = None
+    storage_key: int = 0
+    storage: torch_private.WeakStorage | None = None
+    """Keeps the key from being another storage's."""
 
     @classmethod
     def of(cls, leaf: Tensor) -> Earlier:
         """As it is now."""
         gradient = leaf.grad
         if gradient is None:
-            return cls(leaf, None, 0)
-        return cls(leaf, weakref.ref(gradient), torch_private.storage_key(gradient))
+            return cls(leaf)
+        storage = torch_private.WeakStorage(gradient)
+        return cls(leaf, weakref.ref(gradient), torch_private.storage_key(gradient), storage)
 
     def is_still_there(self) -> bool:
         """True if ``.grad`` is what it was."""

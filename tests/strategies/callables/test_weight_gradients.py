@@ -290,14 +290,16 @@ def test_a_loss_that_does_not_use_all_results(device: torch.device) -> None:
 
 @pytest.mark.parametrize("accumulates", [True, False])
 def test_weight_gradients_do_not_repeat_the_work_of_the_backward(device: torch.device, accumulates: bool) -> None:
-    """A normalisation runs once for its input and once for its weights (on a GPU: more kernels, and copies)."""
+    """A normalisation runs once for its input and once for its weights; a tape also notes modes of a backward."""
+    if device.type == "cuda":
+        pytest.skip("the nodes of a GPU's graph are not operations: some run as several kernels")
     counts = []
     for order in ([1, -1], [1, -1, -1.5]):
         job = Job(device, True, torch.float32)
         calls_of(job, job.built(Block), order, accumulate_param_grads=accumulates)
         counts.append(job.rows[0].num_operations)
         job.close()
-    assert counts[0] <= counts[1] <= counts[0] + (2 if device.type == "cpu" else 6)
+    assert counts[0] <= counts[1] <= counts[0] + 2
 
 
 def test_two_chunks_whose_microbatches_cross(device: torch.device) -> None:
