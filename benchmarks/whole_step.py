@@ -119,23 +119,31 @@ _NEEDS_GPU: Final = ("graph_step_compile", "compile_reduce_overhead")
 
 def measure(job_class: Callable[[Case], Job], case: Case, given: Any, *, is_profiled: bool) -> dict[str, Any]:
     """Build one arm, compare it, time it, and free it."""
+    free_memory(case.device)
+    meter = MemoryMeter(case.device)
+    found = _measure(job_class, case, given, meter, is_profiled=is_profiled)
+    meter.closed()
+    return {**found, "memory": asdict(meter.use)}
+
+
+def _measure(
+    job_class: Callable[[Case], Job], case: Case, given: Any, meter: MemoryMeter, *, is_profiled: bool
+) -> dict[str, Any]:
+    """The same, without the memory. What it made is gone when it returns."""
     device = case.device
-    meter = MemoryMeter(device)
-    jobs: list[Job] = []
     found: dict[str, Any] = {}
+    jobs: list[Job] = []
+
+    def run(index: int) -> Tensor:
+        return jobs[0].step(case.batches(index))
 
     def build() -> None:
         jobs.append(job_class(case))
-        found["losses"] = [jobs[0].step(case.batches(index)).tolist() for index in range(NUM_COMPARED)]
+        found["losses"] = [run(index).tolist() for index in range(NUM_COMPARED)]
 
     try:
         found["ready_seconds"] = seconds_of(build, device)
         meter.built()
-        job = jobs[0]
-
-        def run(index: int) -> Tensor:
-            return job.step(case.batches(index))
-
         for index in range(given.num_warmup_steps):
             run(index)
         synchronize(device)
@@ -144,16 +152,13 @@ def measure(job_class: Callable[[Case], Job], case: Case, given: Any, *, is_prof
             return {"device_time": None if device_time is None else asdict(device_time)}
         found["times"] = measure_steps(run, device, num_steps=given.num_steps, enough_ms=1000.0)
         meter.end()
-        found["memory"] = asdict(meter.use)
-        if job.is_captured:
+        if jobs[0].is_captured:
             found["waits_in_100_steps"] = _waits(run, device)
-            found["report"] = job.run.report().to_json()
+            found["report"] = jobs[0].run.report().to_json()
         return found
     finally:
-        for job in jobs:
-            job.close()
-        jobs.clear()
-        free_memory(device)
+        while jobs:
+            jobs.pop().close()
 
 
 def _waits(run: Callable[[int], object], device: torch.device) -> str:
@@ -190,7 +195,7 @@ def collect(case: Case, names: Sequence[str], given: Any) -> list[dict[str, Any]
                 arm["status"], arm["reason"] = "failed", failure(title, error)
                 continue
             if is_profiled:
-                arm.update(result)
+                arm["device_time"] = result["device_time"]
             else:
                 arm["passes"].append(result)
 

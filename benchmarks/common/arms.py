@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
 from typing import Any, ClassVar, Protocol
@@ -16,7 +16,9 @@ from common.clocks import seconds_of
 from graphstep.capture.report import CaptureReport
 from graphstep.config import CudaGraphConfig, CudaGraphImpl
 from graphstep.models import GPTModel
+from graphstep.models.weight_gradients import fuse_weight_gradients
 from graphstep.strategies import ForwardBackward, Strategy, build_strategy, make_graphed_callables
+from graphstep.training.update import Joined
 
 
 class Arm(Protocol):
@@ -183,6 +185,46 @@ class FullIterationArm(StrategyArm):
 
     name: ClassVar[str] = "full_iteration"
     graphs: ClassVar[CudaGraphConfig] = CudaGraphConfig(impl=CudaGraphImpl.full_iteration)
+
+
+class FullIterationFusedArm(FullIterationArm):
+    """The same, with weight gradients of linear layers added by the products themselves."""
+
+    name: ClassVar[str] = "full_iteration_fused"
+    is_parallel: ClassVar[bool] = False
+
+    def _make(self, case: Case) -> _Parts:
+        parts = super()._make(case)
+        gradients = fuse_weight_gradients(parts.model, is_parallel=self.is_parallel)
+        self._made = replace(parts, function=Joined(parts.function, gradients))
+        return self._made
+
+
+class FullIterationParallelArm(FullIterationFusedArm):
+    """The same, with these products on a branch of the graph."""
+
+    name: ClassVar[str] = "full_iteration_parallel"
+    is_parallel: ClassVar[bool] = True
+
+
+class FullIterationCompileArm(FullIterationArm):
+    """``full_iteration`` of a model under ``torch.compile``: compiled kernels in one graph."""
+
+    name: ClassVar[str] = "full_iteration_compile"
+
+    def why_not(self, case: Case) -> str | None:
+        """Needs CUDA graphs: a tape records what is compiled as it was written."""
+        return None if case.device.type == "cuda" else "needs a CUDA device"
+
+    def close(self) -> None:
+        """Drop all that is compiled in this process, too."""
+        super().close()
+        torch.compiler.reset()
+
+    def _make(self, case: Case) -> _Parts:
+        parts = super()._make(case)
+        parts.model.compile()
+        return parts
 
 
 class LocalArm(StrategyArm):
@@ -352,6 +394,9 @@ ARMS: MappingProxyType[str, Callable[[], Arm]] = MappingProxyType(
         for arm in (
             EagerArm,
             FullIterationArm,
+            FullIterationFusedArm,
+            FullIterationParallelArm,
+            FullIterationCompileArm,
             LocalArm,
             LocalMergedArm,
             TransformerEngineArm,

@@ -62,7 +62,8 @@ SPELLINGS = """
 --enable-chunked-prefill --batch-invariant-mode --perform-rl-step --rl-training-cuda-graphs --rl-persist-cuda-graphs
 --rl-kv-cache-management-mode --rl-inference-model-unified-memory-level
 --rl-offload-inference-model-weights-when-idle --rl-offload-optimizer-during-inference
---deferred-nan-check
+--deferred-nan-check --compile
+--gradient-accumulation-fusion --parallel-weight-gradients
 --enable-cuda-graph --external-cuda-graph --cuda-graph-scope --moe-router-padding-for-fp8 --hybrid-override-pattern
 """
 

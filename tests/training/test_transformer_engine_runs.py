@@ -19,6 +19,11 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 OPTIONS: dict[str, Any] = {"eval_iters": 1, "eval_interval": 2, "lr": 1e-2, "train_iters": 8}
 
 
+@pytest.fixture(autouse=True)
+def workspaces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+
 def trained(
     impl: str, *, warmup_steps: int = 1, num_steps: int | None = None, **options: Any
 ) -> tuple[Trainer, list[torch.Tensor], Any]:

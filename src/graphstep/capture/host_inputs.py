@@ -24,6 +24,8 @@ class HostInputs:
         self._device = self._targets[0].device
         self._stream = torch.cuda.Stream(self._device)
         self._places = [[torch.empty_like(target) for target in targets] for _ in range(2)]
+        # Their memory may be what work that is still to run has given back: it is written after that.
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
         self._arrived = torch.cuda.Event()
         self._is_free = [torch.cuda.Event() for _ in self._places]
         self._turn = 0

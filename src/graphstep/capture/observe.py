@@ -28,8 +28,6 @@ class Observation:
 
     leaves: list[Tensor] = field(default_factory=list)
     """Leaf tensors that a backward pass filled, in the order of first use."""
-    used_leaves: list[Tensor] = field(default_factory=list)
-    """Leaf tensors that want a gradient and were used, in the order of first use."""
     generators: list[torch.Generator] = field(default_factory=list)
     """Generators given to random operations by name."""
     externals: list[Tensor] = field(default_factory=list)
@@ -75,7 +73,7 @@ def watch_run(function: Callable[[], T]) -> tuple[T, Observation]:
     watcher = WriteObserver(None, OperationTable())
     with watcher, _sparse_refused():
         result = function()
-    return result, Observation(_filled(watcher.leaves), watcher.leaves, watcher.generators, watcher.externals)
+    return result, Observation(_filled(watcher.leaves), watcher.generators, watcher.externals)
 
 
 def observe(function: Callable[[], Any], engine: Engine, *, num_runs: int = 1) -> Observation:
@@ -106,7 +104,6 @@ def observe(function: Callable[[], Any], engine: Engine, *, num_runs: int = 1) -
             host.restore()
     return Observation(
         leaves,
-        watcher.leaves,
         watcher.generators,
         watcher.externals,
         watcher.sources,

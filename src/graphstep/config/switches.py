@@ -121,8 +121,8 @@ class CudaGraphConfig:
     """What becomes of a region that cannot be captured. Used by ``local``, ``full_iteration`` and the optimizer graph;
     ``transformer_engine`` always requires it."""
     on_mismatch: MismatchPolicy = MismatchPolicy.recapture
-    """What ``local`` and ``full_iteration`` do with inputs of another signature than those captured. A signature is the
-    shapes, types and devices of the tensors, the other arguments, and the modes: training, gradients, autocast."""
+    """What is done with inputs of another signature than those captured. A signature is the shapes, types and devices
+    of the tensors, the other arguments, and the modes: training, gradients, autocast."""
     capture_after: int = 2
     """Steps in which ``local`` must see a further signature before it captures it, >= 1; with ``recapture`` only. The
     signatures of the observed first step need no second one."""

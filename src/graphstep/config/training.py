@@ -77,6 +77,12 @@ class TrainingConfig:
     deferred_nan_check: bool = False
     """Look at losses and gradient norms one step later, without waiting for the device, and stop when one is not
     finite; the weights are not updated in a step that has one."""
+    compile: bool = False
+    """Put the model under ``torch.compile``, on a GPU; its kernels are captured as any others."""
+    fuse_gradient_accumulation: bool = False
+    """Weight gradients of linear layers are added to the gradient by the matrix product itself, rounded once."""
+    parallel_weight_gradients: bool = False
+    """These products run beside the rest of the backward, on a GPU."""
     deterministic_mode: bool = False
     """Use deterministic kernels only; an operation that has none is an error."""
     device: Device = "auto"

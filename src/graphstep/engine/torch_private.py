@@ -39,6 +39,11 @@ class DispatchMode(TorchDispatchMode):
     def _should_skip_dynamo(cls) -> bool:
         return False
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Compiled code runs as such. Else it would be skipped, in this call and in all later ones."""
+        return True
+
     def __enter__(self) -> Self:
         compiler = sys.modules.get("torch._dynamo")
         if compiler is not None and "__torch_dispatch__" not in self.__dict__:
@@ -380,6 +385,9 @@ def fp8_matmul(
         is_fast: may sum less precisely, where the device knows a faster way.
     """
     has_kernel = has_fp8_matmul(left.device)
+    if has_kernel and left.device.type == "cuda":
+        # cuBLAS reads scales from multiples of 16 bytes only, and says that the product is not supported.
+        inverse_left, inverse_right = (s.clone() if s.data_ptr() % 16 else s for s in (inverse_left, inverse_right))
 
     def product() -> Tensor:
         if not has_kernel:
@@ -401,6 +409,17 @@ def global_module_hooks() -> tuple[Mapping[int, Any], ...]:
     kinds = ("forward_pre_hooks", "forward_hooks", "backward_pre_hooks", "backward_hooks")
     found = [getattr(torch.nn.modules.module, f"_global_{kind}", None) for kind in kinds]
     return tuple(hooks for hooks in found if hooks is not None)
+
+
+def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """``total += left @ right``, in one kernel where the device knows how to."""
+    if total.dtype == left.dtype:
+        total.addmm_(left, right)
+    elif total.device.type == "cuda" and total.dtype == torch.float32:
+        # Half-precision products into float32, rounded once; the overload has no public name on other devices.
+        torch.addmm(total, left, right, out_dtype=torch.float32, out=total)
+    else:
+        total.add_(left @ right)
 
 
 def after_backward_pass(action: Callable[[], None]) -> None:

@@ -12,9 +12,10 @@ from torch.nn import functional
 from graphstep.config.model import ModelConfig
 from graphstep.models.initialization import WeightInitializer
 from graphstep.models.norms import build_norm
+from graphstep.models.weight_gradients import AddsWeightGradients, linear
 
 
-class OutputHead(nn.Module):
+class OutputHead(AddsWeightGradients):
     """Final normalisation and projection to the vocabulary, without bias.
 
     A tied head owns no projection: it is handed the weight of the embedding, which so has one owner and one entry in
@@ -44,7 +45,7 @@ class OutputHead(nn.Module):
     def forward(self, hidden_BSH: Tensor, embedding_weight_VH: Tensor) -> Tensor:
         """Project [B, S, H] to logits [B, S, V]; ``embedding_weight_VH`` is used only by a tied head."""
         weight_VH = embedding_weight_VH if self.weight is None else self.weight
-        return functional.linear(self.norm(hidden_BSH), weight_VH)
+        return linear(self.norm(hidden_BSH), weight_VH, None, self.weight_gradients)
 
 
 def token_cross_entropy(logits_BSV: Tensor, labels_BS: Tensor) -> Tensor:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from graphstep.models.delayed_scaling import DelayedScaling
 from graphstep.models.float8_linear import Float8Linear
 from graphstep.models.initialization import WeightInitializer
+from graphstep.models.weight_gradients import AddsWeightGradients, linear
 
 
-class Linear(nn.Linear):
+class Linear(nn.Linear, AddsWeightGradients):
     """``torch.nn.Linear`` whose weight is drawn by its parent, which knows the scale, see `initialize_weights`.
 
     Building a model so takes no numbers from the default generator and does not fill each weight twice.
@@ -19,6 +20,10 @@ class Linear(nn.Linear):
     def reset_parameters(self) -> None:
         """Leave the parameters as allocated."""
 
+    def forward(self, input: Tensor) -> Tensor:
+        """Multiply [..., K] by the weight [N, K]."""
+        return linear(input, self.weight, self.bias, self.weight_gradients)
+
     def init_weights(self, initializer: WeightInitializer) -> None:
         """Set the bias, if there is one, to zero."""
         if self.bias is not None:
@@ -26,7 +31,11 @@ class Linear(nn.Linear):
 
 
 class _UndrawnFloat8Linear(Linear, Float8Linear):
-    """The same in fp8, with a weight that is kept for a step."""
+    """The same in fp8, with a weight that is kept for a step. Autograd adds its gradients."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Multiply [..., K] by the weight [N, K], in fp8."""
+        return Float8Linear.forward(self, input)
 
     def init_weights(self, initializer: WeightInitializer) -> None:
         """Set the bias to zero, and forget the histories."""

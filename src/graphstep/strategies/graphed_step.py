@@ -101,7 +101,8 @@ class GraphedStep(Generic[P, R]):
 
     def _run(self, batch: tuple[Any, Any]) -> R:
         args, kwargs = batch
-        # In the capture as well: what torch.compile has made depends on whether there are hooks.
+        if self.session.engine.is_capturing:
+            return self._function(*args, **kwargs)
         with self._parts.watching():
             return self._function(*args, **kwargs)
 
@@ -125,16 +126,20 @@ def graph_step(step_fn: Callable[P, R] | None = None, **options: Any) -> Any:
 
     The first calls run eagerly and are real steps. Then there is one graph for each signature of the arguments:
     shapes, layouts, non-tensor values, training flags, grad and autocast modes. Modules and optimizers are found while
-    the step runs. Learning rates are read from ``param_groups`` before each replay, so schedulers work, outside the
-    step; when another number of an optimizer changes, the step is captured anew. Optimizers in the step need
-    ``fused=True`` or ``capturable=True``, as they must not read anything back.
+    the step runs; what is under ``torch.compile`` runs as it was written meanwhile, unless ``modules`` are named, and
+    its compiled kernels are in the graph. Learning rates are read from ``param_groups`` before each replay, so
+    schedulers work, outside the step; when another number of an optimizer changes, the step is captured anew.
+    Optimizers in the step need ``fused=True`` or ``capturable=True``, as they must not read anything back.
+
+    The graph makes its gradients where ``zero_grad()`` in the step would have them made anew. They are ``.grad`` after
+    the call, until the next one; what is kept longer gets memory of its own.
 
     A replay runs no Python of the function: what it prints, counts or reads from variables of the host is that of the
     capture. What such a value would decide is to be given as an argument, or kept in a tensor on the device.
 
     Args:
         step_fn: takes tensors, and values that are compared, in any nesting; returns tensors in any nesting.
-        modules: besides those that are seen to run.
+        modules: all that run in the step, if they are not to be looked for.
         optimizers: besides those that are seen to step.
         cuda_graph_warmup_steps: eager calls before the capture, at least 2: what a step does with gradients is seen in
             its second call.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import repeat
@@ -17,8 +18,32 @@ from graphstep.capture.observe import Observation
 from graphstep.engine import torch_private
 from graphstep.errors import CaptureError
 
-Before = list[tuple[Tensor, Tensor | None]]
-"""Parameters, each with its ``.grad`` before a run."""
+
+@dataclass(frozen=True, slots=True)
+class Earlier:
+    """What the gradient of a leaf was before a run, without keeping it alive."""
+
+    leaf: Tensor
+    gradient: weakref.ref[Tensor] | None = None
+    storage_key: int = 0
+    storage: torch_private.WeakStorage | None = None
+    """Keeps the key from being another storage's."""
+
+    @classmethod
+    def of(cls, leaf: Tensor) -> Earlier:
+        """As it is now."""
+        gradient = leaf.grad
+        if gradient is None:
+            return cls(leaf)
+        storage = torch_private.WeakStorage(gradient)
+        return cls(leaf, weakref.ref(gradient), torch_private.storage_key(gradient), storage)
+
+    def is_still_there(self) -> bool:
+        """True if ``.grad`` is what it was."""
+        return self.leaf.grad is (None if self.gradient is None else self.gradient())
+
+
+Before = list[Earlier]
 
 _grad_of: Final = attrgetter("grad")
 
@@ -59,7 +84,7 @@ class StepGradients:
         self._kinds = _Kinds()
         self._filled: list[Tensor] = []
         """Leaves whose gradient an eager run has added to or made."""
-        self._before: Before = []
+        self._before: list[tuple[Tensor, Tensor | None]] = []
         self._aside: list[tuple[Tensor, Tensor]] = []
         """Leaves, each with a copy on the host of a gradient that no replay will read."""
         self._where = ""
@@ -77,30 +102,29 @@ class StepGradients:
         """The gradients of all parameters before an eager run that :meth:`learn` is told of."""
         own = (p for module in modules for p in module._parameters.values() if p is not None)
         found = {id(p): p for p in (*own, *others) if p.requires_grad}
-        return [(p, p.grad) for p in found.values()]
+        return [Earlier.of(p) for p in found.values()]
 
     def learn(self, before: Before, observation: Observation) -> None:
         """Tell the kinds apart by what was there before and after an eager run, and by what it used."""
         used = {torch_private.storage_key(tensor) for tensor in observation.externals}
-        reached = {id(leaf) for leaf in observation.used_leaves}
         kinds = self._kinds = _Kinds()
         self._filled = []
-        for leaf, gradient in before:
+        for earlier in before:
+            leaf, is_same = earlier.leaf, earlier.is_still_there()
             main = getattr(leaf, "main_grad", None)
-            now = main if isinstance(main, Tensor) else leaf.grad
             # Seen by what happened to it: what compiled code does with the leaf itself, no observer sees.
-            if now is not None and (
-                torch_private.storage_key(now) in used or (now is not main and now is not gradient)
-            ):
-                self._filled.append(leaf)
             if isinstance(main, Tensor):
+                if torch_private.storage_key(main) in used:
+                    self._filled.append(leaf)
                 continue
-            if leaf.grad is gradient:
-                if gradient is None and id(leaf) in reached:
+            if leaf.grad is not None and (not is_same or torch_private.storage_key(leaf.grad) in used):
+                self._filled.append(leaf)
+            if is_same:
+                if earlier.gradient is None:
                     kinds.never_there[id(leaf)] = leaf
-            elif gradient is None:
+            elif earlier.gradient is None:
                 kinds.was_none[id(leaf)] = leaf
-            elif torch_private.storage_key(gradient) in used:
+            elif earlier.storage_key in used:
                 kinds.replaced.append(leaf)
             elif leaf.grad is None:
                 kinds.dropped[id(leaf)] = leaf

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any, ClassVar, Final
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from graphstep.capture.chain import Chain, Handover
 from graphstep.capture.graph_pair import GraphPair
@@ -17,9 +17,9 @@ from graphstep.capture.plan import Key, ObservedCall, Phase, Plan, PlanObserver,
 from graphstep.capture.reasons import EagerReason
 from graphstep.capture.region import Region
 from graphstep.capture.session import GraphSession
-from graphstep.capture.tree import flatten
 from graphstep.config import CapturePolicy, CudaGraphConfig, CudaGraphImpl, MismatchPolicy
 from graphstep.errors import CaptureError, ConfigError, LifecycleError, PlanError, Problem
+from graphstep.strategies.eager_forward import EagerForward
 from graphstep.strategies.local_calls import RegionCalls
 from graphstep.strategies.manager import CudaGraphManager
 from graphstep.strategies.order_cursor import OrderCursor, Turn
@@ -75,8 +75,8 @@ class OrderedGraphs(CudaGraphManager):
         """For each chunk, the forward whose turn was last."""
         self._is_recorded = False
         self._closes_when_idle = False
-        self._eager_in_flight: set[int] = set()
-        """Eager forwards of the step whose backward may still come, by a number each."""
+        self._eager_in_flight: set[object] = set()
+        """Eager forwards of the step whose backward may still come, by a token each."""
         self._chunks = tuple(chunks)
         model = chunks[0] if len(chunks) == 1 else nn.ModuleList(chunks)
         if config.policy is CapturePolicy.auto:
@@ -188,18 +188,9 @@ class OrderedGraphs(CudaGraphManager):
         if reason in (EagerReason.RESULT_HELD, EagerReason.PLACE_IN_USE):
             self._is_held = True
             self._copy_held_results(calls)
-        cursor, in_flight = self._cursor, _EagerForward(self._eager_in_flight)
-
-        def watch(result: Any) -> None:
-            wanted = [tensor for tensor in flatten(result)[0] if tensor.requires_grad]
-            if wanted:
-                torch.autograd.graph.register_multi_grad_hook(wanted, backward_begins, mode="any")
-
-        def backward_begins(_gradient: Tensor) -> None:
-            in_flight.end()
-            self._backward_begins(now, cursor)
-
-        return watch
+        begins, token = partial(self._backward_begins, now, self._cursor), object()
+        self._eager_in_flight.add(token)
+        return EagerForward(begins, partial(self._eager_in_flight.discard, token)).watch
 
     def _turn_of(self, region: Region) -> _Microbatch | None:
         """The microbatch that a call belongs to; the first call of one takes the turn of its forward.
@@ -387,21 +378,6 @@ def _without(regions: Collection[Region], call: ObservedCall) -> ObservedCall:
     is_cut = [origin is not None and origin.variant.region in regions for origin in call.origins]
     origins = tuple(None if cut else origin for cut, origin in zip(is_cut, call.origins, strict=True))
     return replace(call, origins=origins, follows=None if any(is_cut) else call.follows)
-
-
-class _EagerForward:
-    """Kept by autograd until the backward of an eager forward begins, or by nobody."""
-
-    def __init__(self, in_flight: set[int]) -> None:
-        self._in_flight = in_flight
-        in_flight.add(id(self))
-
-    def end(self) -> None:
-        """Its backward begins, or will never come."""
-        self._in_flight.discard(id(self))
-
-    def __del__(self) -> None:
-        self.end()
 
 
 def _hook_of(chunk: nn.Module) -> Callable[[nn.Module], object] | None:

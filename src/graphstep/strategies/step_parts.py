@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import threading
-import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from torch import nn
@@ -14,17 +13,23 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from graphstep.engine import torch_private
+
 
 class StepParts:
     """The modules and optimizers of a step: those that are given, and those seen in its eager runs.
 
+    Modules are not looked for where they are given, or where one is under ``torch.compile``: it would have to compile
+    around the hooks that see them.
+
     Args:
-        modules: known from the start.
+        modules: all modules; if there are none, they are looked for.
         optimizers: known from the start.
     """
 
     def __init__(self, modules: Iterable[nn.Module] = (), optimizers: Iterable[Optimizer] = ()) -> None:
         self._called: dict[int, nn.Module] = {id(module): module for module in modules}
+        self._looks_for_modules = not self._called
         self._stepped: dict[int, Optimizer] = {id(optimizer): optimizer for optimizer in optimizers}
 
     @property
@@ -61,12 +66,19 @@ class StepParts:
             if threading.get_ident() == inside:
                 self._stepped.setdefault(id(optimizer), optimizer)
 
-        handles = [register_module_forward_pre_hook(note_module), register_optimizer_step_pre_hook(note_optimizer)]
+        handles = [register_optimizer_step_pre_hook(note_optimizer)]
+        is_looking = self._looks_for_modules
+        if is_looking:
+            handles.append(register_module_forward_pre_hook(note_module))
         try:
-            with warnings.catch_warnings():
-                # These hooks do not mind: a module that is noted twice is noted.
-                warnings.filterwarnings("ignore", "Using `torch.compile.module.` when there are global hooks")
+            with torch_private.compiled_code_off() if is_looking else nullcontext():
                 yield
         finally:
             for handle in handles:
                 handle.remove()
+        if is_looking and any(map(_is_compiled, self._called.values())):
+            self._looks_for_modules = False
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    return getattr(module, "_compiled_call_impl", None) is not None or hasattr(module, "_orig_mod")

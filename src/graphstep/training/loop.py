@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from graphstep.capture.report import CaptureReport
 from graphstep.config import CudaGraphConfig, CudaGraphImpl, RunConfig
 from graphstep.errors import NonFiniteError
+from graphstep.models.weight_gradients import fuse_weight_gradients
 from graphstep.strategies import ForwardBackward, OptimizerGraph, Strategy, build_strategy
 from graphstep.training.checkpoint import Checkpoint, TrainingState, save_checkpoint
 from graphstep.training.data import BatchIterator, Dataset, build_datasets
@@ -40,7 +41,7 @@ from graphstep.training.setup import architecture, build_model, pointer_notice, 
 from graphstep.training.step import forward_backward_no_pipelining
 from graphstep.training.tensors import model_tensors
 from graphstep.training.timing import peak_memory_bytes, restart_peak_memory
-from graphstep.training.update import Update, WholeStep
+from graphstep.training.update import Joined, Update, WholeStep
 
 
 class StrategyFactory(Protocol):
@@ -135,6 +136,11 @@ class Trainer:
         self._is_whole = config.graphs.optimizer and config.graphs.impl is CudaGraphImpl.full_iteration
         """The update is in the graph of forward and backward."""
         function: ForwardBackward = forward_backward_no_pipelining
+        if training.fuse_gradient_accumulation:
+            gradients = fuse_weight_gradients(self.model, is_parallel=training.parallel_weight_gradients)
+            function = Joined(function, gradients)
+        if training.compile and self.device.type == "cuda":
+            self.model.compile()
         if self._is_whole:
             function = WholeStep(function, self.gradients, self._update, self._health)
         self.strategy = strategy_factory(

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from graphstep.models.weight_gradients import WeightGradients
 from graphstep.strategies import ForwardBackward
 from graphstep.training.gradients import GradientBuffers
 from graphstep.training.health import HealthRecord
@@ -57,6 +58,29 @@ class Update:
         """Both."""
         self.measure()
         self.apply()
+
+
+class Joined:
+    """A forward-backward function after which the weight gradients of a parallel branch are there.
+
+    Args:
+        forward_backward: of all microbatches.
+        gradients: owner of the branch.
+    """
+
+    def __init__(self, forward_backward: ForwardBackward, gradients: WeightGradients) -> None:
+        self._forward_backward = forward_backward
+        self._gradients = gradients
+
+    def __call__(
+        self, *, data_iterator: Iterator[Any], model: nn.Module, num_microbatches: int, forward_only: bool = False
+    ) -> Tensor:
+        """Losses of the microbatches [num_microbatches]."""
+        losses = self._forward_backward(
+            data_iterator=data_iterator, model=model, num_microbatches=num_microbatches, forward_only=forward_only
+        )
+        self._gradients.join()
+        return losses
 
 
 class WholeStep:

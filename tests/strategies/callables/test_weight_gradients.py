@@ -291,6 +291,8 @@ def test_a_loss_that_does_not_use_all_results(device: torch.device) -> None:
 @pytest.mark.parametrize("accumulates", [True, False])
 def test_weight_gradients_do_not_repeat_the_work_of_the_backward(device: torch.device, accumulates: bool) -> None:
     """A normalisation runs once for its input and once for its weights; a tape also notes modes of a backward."""
+    if device.type == "cuda":
+        pytest.skip("the nodes of a GPU's graph are not operations: some run as several kernels")
     counts = []
     for order in ([1, -1], [1, -1, -1.5]):
         job = Job(device, True, torch.float32)

@@ -30,6 +30,16 @@ TRAINING_OPTIONS: tuple[Option, ...] = (
         off="--no-check-for-nan-in-loss-and-grad",
         dest="check_for_nan_in_loss_and_grad",
     ),
+    _training.switch("--compile", "put the model under torch.compile, on a GPU (none, full_iteration)"),
+    _training.switch(
+        "--gradient-accumulation-fusion",
+        "add weight gradients to the gradient by the matrix product itself (none, full_iteration)",
+        dest="fuse_gradient_accumulation",
+    ),
+    _training.switch(
+        "--parallel-weight-gradients",
+        "run these products beside the rest of the backward, on a GPU; with --gradient-accumulation-fusion",
+    ),
     _training.switch(
         "--deferred-nan-check",
         "look at loss and gradient norms one step later, without waiting for the device; such a step leaves the "

@@ -89,6 +89,28 @@ GRAPH_RULES: tuple[Rule, ...] = (
         fix="add --no-check-for-nan-in-loss-and-grad",
     ),
     Rule(
+        code="compile-captured-modules",
+        fields=("cuda_graph_impl", "compile"),
+        broken=lambda o: o.compile and captures_by_module(o),
+        what="--compile takes the whole model, and --cuda-graph-impl {cuda_graph_impl} captures its layers one by one",
+        fix="use --cuda-graph-impl full_iteration, or leave --compile out",
+    ),
+    Rule(
+        code="fusion-captured-modules",
+        fields=("cuda_graph_impl", "fuse_gradient_accumulation"),
+        broken=lambda o: o.fuse_gradient_accumulation and captures_by_module(o),
+        what="with --cuda-graph-impl {cuda_graph_impl} layers have graphs of their own, which add gradients their own "
+        "way: --gradient-accumulation-fusion would round otherwise in them than outside",
+        fix="use --cuda-graph-impl full_iteration, or leave --gradient-accumulation-fusion out",
+    ),
+    Rule(
+        code="parallel-weight-gradients-fusion",
+        fields=("fuse_gradient_accumulation", "parallel_weight_gradients"),
+        broken=lambda o: o.parallel_weight_gradients and not o.fuse_gradient_accumulation,
+        what="--parallel-weight-gradients moves products that add weight gradients themselves, and there are none",
+        fix="add --gradient-accumulation-fusion",
+    ),
+    Rule(
         code="full-iteration-modules",
         fields=("cuda_graph_impl", "cuda_graph_modules"),
         broken=lambda o: o.cuda_graph_impl == "full_iteration" and len(o.cuda_graph_modules) > 0,
@@ -231,9 +253,9 @@ GRAPH_RULES: tuple[Rule, ...] = (
     *idle(
         ("cuda_graph_on_mismatch", "cuda_graph_max_signatures"),
         ("cuda_graph_impl",),
-        lambda o: o.cuda_graph_impl not in ("local", "full_iteration"),
-        "it is an option of --cuda-graph-impl local and full_iteration",
-        "use one of these, or leave it out",
+        lambda o: o.cuda_graph_impl == "none",
+        "--cuda-graph-impl none captures nothing",
+        "add --cuda-graph-impl local, or leave it out",
     ),
     *idle(
         (

@@ -69,6 +69,7 @@ FACTS = frozenset(
 _OFF_FLAGS: Mapping[str, str] = {
     "add_bias_linear": "--disable-bias-linear",
     "check_for_nan_in_loss_and_grad": "--no-check-for-nan-in-loss-and-grad",
+    "fuse_gradient_accumulation": "--gradient-accumulation-fusion",
     "gradient_accumulation_fusion": "--no-gradient-accumulation-fusion",
 }
 
