@@ -465,7 +465,6 @@ def test_a_scheduler_inside_is_refused(device: torch.device) -> None:
         return both
 
     job = Job(device, True, make)
-    job.run()
     with pytest.raises(CaptureError, match="learning rate") as caught:
         job.run()
     assert "scheduler.step()" in caught.value.fix
@@ -514,3 +513,25 @@ def test_bad_options() -> None:
     assert len(caught.value.problems) == 2
     with pytest.raises(ConfigError, match="policy"):
         graphstep.graph_step(lambda: None, policy="sometimes")
+
+
+def test_rates_are_fp32_from_the_first_call_on(device: torch.device) -> None:
+    """A rate that fp32 does not have is rounded in every call alike, also for one that is found in the first."""
+
+    def script(job: Job) -> None:
+        rate = 1e-3 if job.is_graphed else float(torch.tensor(1e-3))
+        job.optimizer = torch.optim.AdamW(job.model.parameters(), lr=rate, fused=True)
+        for _ in range(6):
+            job.run()
+
+    compared(device, plain_step, script).close()
+
+
+def test_a_session_that_is_given_stays_open(device: torch.device) -> None:
+    with graphstep.GraphSession(device) as session:
+        job = Job(device, True, plain_step, session=session)
+        for _ in range(5):
+            job.run()
+        job.close()
+        assert not session.is_closed
+        assert session.report().num_recordings == 0

@@ -99,7 +99,7 @@ def poison_at(step: int) -> Any:
 
 @pytest.mark.parametrize("impl", ["none", "local", "full_iteration"])
 def test_what_is_not_finite_is_named_one_step_later(device: str, impl: str) -> None:
-    config = config_of(device, impl, deferred_nan_check=True)
+    config = config_of(device, impl, deferred_nan_check=True, log_interval=3)
     with Trainer(config, on_step=poison_at(5)) as trainer:
         with pytest.raises(NonFiniteError) as caught:
             trainer.train()

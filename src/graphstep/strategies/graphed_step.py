@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from typing import Any, Generic, ParamSpec, TypeVar, overload
 
 import torch
@@ -44,6 +45,7 @@ class GraphedStep(Generic[P, R]):
         self._parts = StepParts(modules, optimizers)
         self._name = getattr(step_fn, "__name__", type(step_fn).__name__)
         self.session = session if session is not None else GraphSession(_device_of(modules))
+        self._is_own = session is None
         # The first call of all has to show what there is; it counts as one of the warmup.
         self._graphs = IterationGraphs(
             self.session,
@@ -68,8 +70,13 @@ class GraphedStep(Generic[P, R]):
         self.session.require_open()
         if self._step is None:
             self.session.stats(self._name, "iteration").eager_calls["warmup"] += 1
-            with self.session.engine.capture_stream():
-                result = self._run(batch)
+            with self.session.engine.capture_stream(), ExitStack() as rates:
+
+                def put_rates(optimizer: Optimizer) -> None:
+                    rates.enter_context(OptimizersInside([optimizer], self.session.device).on_device())
+
+                with self._parts.watching(put_rates):
+                    result = self._function(*args, **kwargs)
             self._step = self._described()
             return result
         if len(self._parts) != self._num_parts:
@@ -86,8 +93,11 @@ class GraphedStep(Generic[P, R]):
         self._graphs.reset([self._name])
 
     def close(self) -> None:
-        """Free the graphs. May be called twice."""
-        self._graphs.close()
+        """Free the graphs, and close the session if it was made here. May be called twice."""
+        if self._is_own:
+            self._graphs.close()
+        elif not self.session.is_closed:
+            self._graphs.reset([self._name])
 
     def _described(self) -> Step:
         self._num_parts = len(self._parts)

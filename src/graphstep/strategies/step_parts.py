@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -54,8 +54,13 @@ class StepParts:
         return len(self._called) + len(self._stepped)
 
     @contextmanager
-    def watching(self) -> Iterator[None]:
-        """Note what runs in the body, in this thread. torch has these hooks for the whole process only."""
+    def watching(self, on_step: Callable[[Optimizer], None] | None = None) -> Iterator[None]:
+        """Note what runs in the body, in this thread. torch has these hooks for the whole process only.
+
+        Args:
+            on_step: called with each optimizer before its first step in the body.
+        """
+        stepped: set[int] = set()
         inside = threading.get_ident()
 
         def note_module(module: nn.Module, _arguments: Any) -> None:
@@ -65,6 +70,9 @@ class StepParts:
         def note_optimizer(optimizer: Optimizer, _arguments: Any, _named: Any) -> None:
             if threading.get_ident() == inside:
                 self._stepped.setdefault(id(optimizer), optimizer)
+                if on_step is not None and id(optimizer) not in stepped:
+                    stepped.add(id(optimizer))
+                    on_step(optimizer)
 
         handles = [register_optimizer_step_pre_hook(note_optimizer)]
         is_looking = self._looks_for_modules

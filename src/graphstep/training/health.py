@@ -83,16 +83,17 @@ class HealthRecord:
         event.record()
         self._sent.append((iteration, host, event))
 
-    def check(self, *, wait: bool = False) -> None:
+    def check(self, *, wait: bool = False, but_last: int = 0) -> None:
         """Look at the steps whose values have arrived.
 
         Args:
             wait: at the end of a run: look at all.
+            but_last: steps at the end that are not looked at yet.
 
         Raises:
             NonFiniteError: names the iteration, and the microbatches and parameters that are not finite.
         """
-        while self._sent:
+        while len(self._sent) > but_last:
             iteration, values, event = self._sent[0]
             if event is not None and not event.query():
                 if not wait:

@@ -345,10 +345,10 @@ class Trainer:
         norm = self._update.norm.clone()
         self._ledger.timer.stop()
         self.iteration += 1
-        if self._health is not None:
-            self._health.check()
-            self._health.send(self.iteration)
         self._ledger.add(self.iteration, losses, norm, lr, is_steady=self._steadiness.end_step())
+        if self._health is not None:
+            self._health.send(self.iteration)
+            self._health.check(but_last=1)
         if self._on_step is not None:
             self._on_step(self, losses)
 
