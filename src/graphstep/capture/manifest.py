@@ -5,12 +5,16 @@ from __future__ import annotations
 import enum
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 from torch import Tensor, nn
 
 from graphstep.capture.fast_check import FastCheck
 from graphstep.errors import StaleAddressError
+
+DROP: Final = "drop the graphs (reset_cuda_graph(), or close and attach or build again)"
+ATTACH_AGAIN: Final = "drop the graphs (close() the manager and attach again)"
+_MOST_NAMED: Final = 12
 
 
 class Role(enum.Enum):
@@ -160,18 +164,25 @@ class Manifest:
         self._entries.clear()
 
 
-def verify(watched: Watched, where: str) -> None:
+def verify(watched: Watched, where: str, *, instead: str = DROP) -> None:
     """Refuse to go on if something moved since it was noted. Reads only host data.
 
+    Args:
+        watched: what was noted.
+        where: for the error.
+        instead: how whoever owns the graphs is told to drop them.
+
     Raises:
-        StaleAddressError: names everything that changed.
+        StaleAddressError: names what changed; of very much the first, and how many there are.
     """
     if not watched.is_unchanged():
+        changes = watched.changes()
+        more = f"; and {len(changes) - _MOST_NAMED} more" if len(changes) > _MOST_NAMED else ""
         raise StaleAddressError(
-            "; ".join(watched.changes()),
+            "; ".join(changes[:_MOST_NAMED]) + more,
             where=where,
-            fix="write new values into the captured tensors (load_state_dict, copy_), or drop the graphs "
-            "(reset_cuda_graph(), or close and attach or build again) and let them be captured anew",
+            fix=f"write new values into the captured tensors (load_state_dict, copy_), or {instead} and let them be "
+            "captured anew",
         )
 
 

@@ -78,7 +78,8 @@ class EagerReason(StrEnum):
     )
     NO_GRADIENT = (
         "no gradient in the first step",
-        "Nothing, if the region is frozen. Otherwise let the first step have a backward that reaches it.",
+        "Nothing, if the region is frozen. Otherwise let the first step have a backward that reaches it, and return "
+        "results instead of writing them into an argument.",
     )
     CAPTURE_FAILED = (
         "its capture failed",

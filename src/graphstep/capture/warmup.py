@@ -17,6 +17,7 @@ from graphstep.capture.session import GraphSession
 from graphstep.capture.signature import Signature
 from graphstep.capture.tree import flatten, unflatten
 from graphstep.engine import torch_private
+from graphstep.engine.user_frame import user_line_of
 from graphstep.errors import CaptureError
 
 
@@ -67,13 +68,14 @@ def warm_up(
         torch.clear_autocast_cache()  # The caller may be inside of autocast, and the last run has filled it.
         versions = [tensor._version for tensor in inputs]
         start = moment()
-        outputs = [output for output in call() if output.requires_grad]
+        try:
+            outputs = [output for output in call() if output.requires_grad]
+        except RuntimeError as error:
+            if "leaf Variable that requires grad" not in str(error):
+                raise
+            raise _writes_into_arguments(region, str(user_line_of(error) or "")) from error
         if [tensor._version for tensor in inputs] != versions:
-            raise CaptureError(
-                "this region writes into its arguments; a replay would write into copies of them",
-                where=region.name,
-                fix="use an operation that makes a new tensor, such as x + y instead of x.add_(y)",
-            )
+            raise _writes_into_arguments(region)
         if reaches_outside(outputs, start):
             raise CaptureError(
                 "this region reads a tensor that was computed outside of it and wants a gradient, but is no argument "
@@ -94,3 +96,11 @@ def warm_up(
     with aliases.installed():
         observation = session.observe(both_halves, num_runs=max(1, num_runs))
     return trained, observation
+
+
+def _writes_into_arguments(region: Region, line: str = "") -> CaptureError:
+    return CaptureError(
+        "this region writes into its arguments; a replay would write into copies of them",
+        where="; ".join(filter(None, [region.name, line])),
+        fix="use an operation that makes a new tensor, such as x + y instead of x.add_(y)",
+    )

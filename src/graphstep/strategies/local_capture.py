@@ -172,8 +172,9 @@ class _Capturing:
             with self.order.session.timed(stats), self.order.around(event):
                 capture(segment)
         except CaptureError as error:
-            where = f"{region.name}, {event.phase.value}"
-            failed = RegionFailedError(error.what, where=f"{where}; {error.where}", fix=error.fix)
+            inner = error.where.removeprefix(region.name).lstrip(";, ")
+            where = "; ".join(filter(None, [f"{region.name}, {event.phase.value}", inner]))
+            failed = RegionFailedError(error.what, where=where, fix=error.fix)
             failed.region = region
             raise failed from error
         except Exception as error:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import TracebackType
 from typing import Any, ClassVar, Final
 from weakref import WeakKeyDictionary
@@ -16,7 +16,7 @@ from graphstep.capture.chain import Chain, Handover
 from graphstep.capture.graph_pair import GraphPair
 from graphstep.capture.lanes import Lanes
 from graphstep.capture.left_tensors import as_before
-from graphstep.capture.manifest import Watched, verify
+from graphstep.capture.manifest import ATTACH_AGAIN, Watched, verify
 from graphstep.capture.plan import Key, Plan, PlanObserver
 from graphstep.capture.reasons import EagerReason
 from graphstep.capture.region import Region
@@ -153,7 +153,8 @@ class CudaGraphManager:
             CaptureError: see :meth:`end_step`.
         """
         observer = self.observer
-        if observer is not None and self._is_automatic and observer.plan.events:
+        has_seen = observer is not None and (observer.plan.events or self.observed.without_gradient)
+        if observer is not None and self._is_automatic and has_seen:
             # A forward whose result is kept without a backward may wait for ever: the update of the weights counts.
             is_quiet = not (self._num_open or observer.num_in_flight)
             if self._boundary.has_stepped() or (is_quiet and self._boundary.has_passed()):
@@ -184,7 +185,7 @@ class CudaGraphManager:
         """Refuse to go on if a parameter or buffer has moved or was replaced; in debug mode, if a tensor is gone."""
         if self._watched is None:
             return
-        verify(self._watched, "before a replay")
+        verify(self._watched, "before a replay", instead=ATTACH_AGAIN)
         pairs = {pair for calls in self._regions.values() for pair in calls.pairs()} if self.is_debugging else ()
         lost = [text for pair in pairs for text in pair.lost_tensors()]
         if lost:
@@ -215,7 +216,7 @@ class CudaGraphManager:
     def _verify_chain(self, chain: Chain) -> None:
         watched = self._watched_of.get(chain)
         if watched is not None:
-            verify(watched, "before a replay")
+            verify(watched, "before a replay", instead=ATTACH_AGAIN)
 
     def _watch_chain(self, chain: Chain) -> Watched:
         return self.session.watch([(pair.region.name, m) for pair in chain.pairs for m in pair.region.modules[:1]])
@@ -248,6 +249,8 @@ class CudaGraphManager:
         if not observer.plan.trained():
             if observer.plan.events:
                 self._boundary.start()  # Their backwards are still to come.
+            # Unless nothing that they return has a gradient.
+            self._note_no_gradient(self.observed.without_gradient)
             return
         self._check_attributes()
         handovers = dict(self.observed.handovers)
@@ -274,7 +277,10 @@ class CudaGraphManager:
                     continue
                 self._give_up(self._regions[error.region], error)
                 plan = plan.only({variant for variant, _ in plan.calls if variant.region is not error.region})
-        for calls in self._regions.values():
+        self._note_no_gradient(self._regions)
+
+    def _note_no_gradient(self, regions: Iterable[Region]) -> None:
+        for calls in map(self._regions.__getitem__, regions):
             if (
                 not calls.is_captured
                 and calls.stats.eager_calls[EagerReason.OBSERVED]
@@ -361,7 +367,11 @@ class CudaGraphManager:
 
     def report(self) -> CaptureReport:
         """What has been captured so far, and how it was used."""
-        return self.session.report()
+        report = self.session.report()
+        for row in report.rows if report.num_recordings else ():
+            if not (row.num_replays or row.is_captured or row.eager_calls or row.why_not_captured):
+                row.why_not_captured = "never called (a module that torch.compile has compiled runs without its graphs)"
+        return report
 
     def close(self) -> None:
         """Put the modules' own ``forward`` back and free the graphs. May be called twice."""
