@@ -255,7 +255,7 @@ def test_weight_decay_that_changes_is_captured_anew(device: torch.device) -> Non
             job.run()
 
     job = compared(device, plain_step, script)
-    assert replays(job) == 6
+    assert replays(job) == 5
     assert job.step.report().num_recordings == 1
     job.close()
 
@@ -266,8 +266,8 @@ def test_many_changes_of_a_number_are_warned_of(device: torch.device) -> None:
         job.run()
 
     def change() -> None:
-        for index in range(4):
-            job.optimizer.param_groups[0]["weight_decay"] = 0.1 * index
+        for index in range(8):
+            job.optimizer.param_groups[0]["weight_decay"] = 0.1 * (index // 2)
             job.run()
 
     with pytest.warns(UserWarning, match="weight_decay"):
@@ -535,3 +535,90 @@ def test_a_session_that_is_given_stays_open(device: torch.device) -> None:
         job.close()
         assert not session.is_closed
         assert session.report().num_recordings == 0
+
+
+def test_another_number_of_every_shape(device: torch.device) -> None:
+    """A graph of one shape does not take the note of another for its own."""
+
+    def script(job: Job) -> None:
+        for size, times in ((6, 5), (3, 5)):
+            for _ in range(times):
+                job.run(size=size)
+        job.optimizer.param_groups[0]["weight_decay"] = 0.5
+        for size, times in ((3, 4), (6, 4)):
+            for _ in range(times):
+                job.run(size=size)
+        job.optimizer.load_state_dict(job.optimizer.state_dict())
+        for size, times in ((3, 5), (6, 5)):
+            for _ in range(times):
+                job.run(size=size)
+
+    compared(device, plain_step, script).close()
+
+
+def test_a_number_that_wants_state(device: torch.device) -> None:
+    def script(job: Job) -> None:
+        job.optimizer = torch.optim.SGD(job.model.parameters(), lr=2.0**-5, fused=True)
+        for index in range(12):
+            if index == 5:
+                job.optimizer.param_groups[0]["momentum"] = 0.5
+            job.run()
+
+    compared(device, plain_step, script).close()
+
+
+def test_accumulating_and_then_dropping_is_refused(device: torch.device) -> None:
+    """What was there before counts: a graph would begin with nothing."""
+
+    def make(job: Job) -> Loop:
+        def step(batch: tuple[Tensor, Tensor], is_last: bool) -> None:
+            nn.functional.mse_loss(job.model(batch[0]), batch[1]).backward()
+            if is_last:
+                job.optimizer.step()
+                job.optimizer.zero_grad()
+
+        return step
+
+    job = Job(device, True, make)
+
+    def run() -> None:
+        for index in range(12):
+            job.step(job.batch(), index % 2 == 1)
+
+    with pytest.raises(CaptureError, match=r"replaces \.grad"):
+        run()
+    job.close()
+
+
+def test_an_evaluation_gives_no_gradients(device: torch.device) -> None:
+    def make(job: Job) -> Loop:
+        def evaluate(batch: tuple[Tensor, Tensor]) -> Tensor:
+            with torch.no_grad():
+                return job.model(batch[0])
+
+        return evaluate
+
+    def script(job: Job) -> None:
+        for index in range(10):
+            job.optimizer.zero_grad()
+            hidden = job.model.inner(job.batch()[0])
+            (job.model.outer(hidden) if index < 4 else hidden).square().mean().backward()
+            job.run()
+            job.optimizer.step()
+
+    compared(device, make, script).close()
+
+
+def test_hooks_on_the_step_that_are_added_later_are_refused(device: torch.device) -> None:
+    job = Job(device, True, plain_step)
+    for _ in range(5):
+        job.run()
+    job.optimizer.register_step_post_hook(lambda *_: None)
+
+    def run() -> None:
+        for _ in range(5):
+            job.run()
+
+    with pytest.raises(CaptureError, match="hooks on its step"):
+        run()
+    job.close()

@@ -89,7 +89,7 @@ def test_all_problems_at_once() -> None:
 
 def test_rates_are_tensors_inside_and_the_users_numbers_outside() -> None:
     fused = optimizer(0.25, torch.optim.AdamW, fused=True)
-    inside = OptimizersInside([fused], CPU)
+    inside = OptimizersInside([fused], CPU).noted()
     with inside.on_device():
         rate = fused.param_groups[0]["lr"]
         assert isinstance(rate, Tensor)
@@ -97,7 +97,6 @@ def test_rates_are_tensors_inside_and_the_users_numbers_outside() -> None:
     assert fused.param_groups[0]["lr"] == 0.25
     assert type(fused.param_groups[0]["lr"]) is float
     fused.param_groups[0]["lr"] = 0.5
-    inside.noted()
     assert inside.refresh() == []
     assert rate.item() == 0.5
 
@@ -126,6 +125,17 @@ def test_state_and_parameters_are_watched() -> None:
     assert inside.moved() == []
     fused.load_state_dict(fused.state_dict())
     assert inside.moved()
-    inside.noted()
+    inside = inside.noted()
     fused.add_param_group({"params": [torch.ones(1, requires_grad=True)]})
     assert inside.moved() == ["the parameters of an optimizer"]
+
+
+def test_hooks_and_frozen_parameters_are_watched() -> None:
+    fused = optimizer(0.25, torch.optim.AdamW, fused=True)
+    inside = OptimizersInside([fused], CPU).noted()
+    handle = fused.register_step_post_hook(lambda *_: None)
+    assert inside.moved() == ["hooks, step or frozen parameters of an optimizer"]
+    handle.remove()
+    assert inside.moved() == []
+    fused.param_groups[0]["params"][0].requires_grad_(False)
+    assert inside.moved() == ["hooks, step or frozen parameters of an optimizer"]

@@ -40,7 +40,10 @@ class Earlier:
 
     def is_still_there(self) -> bool:
         """True if ``.grad`` is what it was."""
-        return self.leaf.grad is (None if self.gradient is None else self.gradient())
+        now = self.leaf.grad
+        if now is None or self.gradient is None:
+            return now is None and self.gradient is None
+        return now is self.gradient()
 
 
 Before = list[Earlier]
@@ -84,6 +87,8 @@ class StepGradients:
         self._kinds = _Kinds()
         self._filled: list[Tensor] = []
         """Leaves whose gradient an eager run has added to or made."""
+        self._known: set[int] = set()
+        """Leaves that the eager run was watched for."""
         self._before: list[tuple[Tensor, Tensor | None]] = []
         self._aside: list[tuple[Tensor, Tensor]] = []
         """Leaves, each with a copy on the host of a gradient that no replay will read."""
@@ -92,7 +97,7 @@ class StepGradients:
     def again(self) -> StepGradients:
         """For another capture of the same step."""
         made = StepGradients(self._shared)
-        made._kinds, made._filled = self._kinds, self._filled
+        made._kinds, made._filled, made._known = self._kinds, self._filled, self._known
         return made
 
     # ----- around an eager run
@@ -108,7 +113,7 @@ class StepGradients:
         """Tell the kinds apart by what was there before and after an eager run, and by what it used."""
         used = {torch_private.storage_key(tensor) for tensor in observation.externals}
         kinds = self._kinds = _Kinds()
-        self._filled = []
+        self._filled, self._known = [], {id(earlier.leaf) for earlier in before}
         for earlier in before:
             leaf, is_same = earlier.leaf, earlier.is_still_there()
             main = getattr(leaf, "main_grad", None)
@@ -147,7 +152,9 @@ class StepGradients:
         if kinds.replaced:
             raise CaptureError(_REPLACED.format(len(kinds.replaced)), where=where, fix=_NOT_REPLACED)
         anew = self._made_anew() | kinds.dropped | kinds.never_there
-        leaves = list({id(leaf): leaf for leaf in (*leaves, *self._filled)}.values())
+        # Having a gradient is not to be given one: of those that were watched, what happened to them counts.
+        others = (leaf for leaf in leaves if id(leaf) not in self._known)
+        leaves = list({id(leaf): leaf for leaf in (*others, *self._filled)}.values())
         self._homes.add(leaf for leaf in leaves if id(leaf) not in anew)
         self._before = [(leaf, leaf.grad) for leaf in leaves if id(leaf) not in anew]
         for leaf in anew.values():

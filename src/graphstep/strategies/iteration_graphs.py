@@ -145,7 +145,7 @@ class IterationGraphs:
             self._drop_if_changed(iteration, step, stats)
         if iteration.graph is not None and (reason := iteration.gradients.why_not()) is not None:
             return self._learn_again(step, iteration, batch, stats, reason)
-        if iteration.graph is None and iteration.num_eager < self._warmup_steps:
+        if iteration.graph is None and iteration.num_eager < self._warmup_of(step):
             stats.eager_calls[iteration.why_eager] += 1
             return self._warm_up(step, iteration, batch)
         if iteration.graph is None:
@@ -250,9 +250,10 @@ class IterationGraphs:
         if numbers:
             observation, gradients = iteration.observation, iteration.gradients.again()
             self._drop(iteration, stats)
-            # What the step does is known: only the numbers are others.
+            # What the step does is known. One run comes first, as another number may want state that is not there yet.
             iteration.observation, iteration.gradients = observation, gradients
-            iteration.num_eager = self._warmup_steps
+            iteration.num_eager = self._warmup_of(step) - 1
+            iteration.why_eager = f"warmup after a change of {numbers[0]} of an optimizer"
             iteration.num_recaptures += 1
             if iteration.num_recaptures == _WARNED_AFTER:
                 warnings.warn(
@@ -266,7 +267,7 @@ class IterationGraphs:
         stats.eager_calls[reason] += 1
         if iteration.gradients.knows_too_little():
             self._drop(iteration, stats)
-            iteration.num_eager = self._warmup_steps - 1
+            iteration.num_eager = self._warmup_of(step) - 1
             return self._warm_up(step, iteration, batch)
         return self._eagerly(step, batch)
 
@@ -277,6 +278,10 @@ class IterationGraphs:
         self._refused.add(key)
         warnings.warn(f"{step.stage} runs eagerly: {error}", stacklevel=3)
         return self._plainly(step, batch, stats, f"it cannot be captured: {error.what}")
+
+    def _warmup_of(self, step: Step) -> int:
+        """Eager runs before a capture: optimizers make their state in the first one."""
+        return max(self._warmup_steps, 1 if len(step.optimizers) else 0)
 
     # ----- eager
 
@@ -292,7 +297,7 @@ class IterationGraphs:
         # On the capture stream and from the static inputs, so that what the libraries set up per stream and per
         # address is what the capture will find. The last one is watched: it is what the capture will repeat.
         iteration.num_eager += 1
-        is_last = iteration.num_eager >= self._warmup_steps
+        is_last = iteration.num_eager >= self._warmup_of(step)
         attributes = Attributes(_with_children(step.modules)) if is_last else None
         with self._session.engine.capture_stream(), step.optimizers.on_device():
             iteration.static.load(batch)

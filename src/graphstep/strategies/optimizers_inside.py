@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
@@ -39,6 +40,10 @@ class OptimizersInside:
         self._members: list[Any] = []
         self._states: list[dict[Any, Any]] = []
         self._held: list[Any] = []
+        self._ways: list[Any] = []
+
+    def __len__(self) -> int:
+        return len(self._optimizers)
 
     def parameters(self) -> Iterator[Tensor]:
         """The parameters of all groups."""
@@ -93,18 +98,21 @@ class OptimizersInside:
                 group["capturable"] = flag
 
     def noted(self) -> OptimizersInside:
-        """Note, just after a capture, what its replays depend on; returns itself."""
-        self._numbers = [_numbers_of(group) for group in self._groups()]
-        self._members = self._all_members()
-        self._states = [state for optimizer in self._optimizers for state in optimizer.state.values()]
-        self._held = list(chain.from_iterable(map(dict.values, self._states)))
-        return self
+        """Note, just after a capture, what its replays depend on. Each graph has a note of its own."""
+        made = copy.copy(self)  # The rates on the device are shared.
+        made._numbers = [_numbers_of(group) for group in self._groups()]
+        made._members, made._ways = self._all_members(), self._all_ways()
+        made._states = [state for optimizer in self._optimizers for state in optimizer.state.values()]
+        made._held = list(chain.from_iterable(map(dict.values, made._states)))
+        return made
 
     def moved(self) -> list[str]:
         """Before a replay: names what the graph would miss, if anything. Costs about 0.1 microseconds a tensor."""
         members = self._all_members()
         if len(members) != len(self._members) or not all(map(is_, members, self._members)):
             return ["the parameters of an optimizer"]
+        if self._all_ways() != self._ways:
+            return ["hooks, step or frozen parameters of an optimizer"]
         held = list(chain.from_iterable(map(dict.values, self._states)))
         states = [state for optimizer in self._optimizers for state in optimizer.state.values()]
         if len(states) != len(self._states) or not all(map(is_, states, self._states)):
@@ -132,6 +140,16 @@ class OptimizersInside:
 
     def _all_members(self) -> list[Any]:
         return [parameter for group in self._groups() for parameter in (group["params"], *group["params"])]
+
+    def _all_ways(self) -> list[Any]:
+        """How the optimizers step, and which parameters take part, to be compared."""
+        found: list[Any] = []
+        for optimizer in self._optimizers:
+            hooks = (*optimizer._optimizer_step_pre_hooks, *optimizer._optimizer_step_post_hooks)
+            found += [id(optimizer.__dict__.get("step")), hooks]
+        for parameter in self.parameters():
+            found += [parameter.requires_grad, tuple(parameter._backward_hooks or ())]
+        return found
 
     def _keyed(self) -> Iterator[tuple[tuple[int, int], dict[str, Any]]]:
         for optimizer in self._optimizers:
