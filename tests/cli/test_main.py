@@ -89,7 +89,7 @@ def test_bad_options_are_all_printed_once_and_exit_with_2(
 
 def test_train_refuses_what_is_not_available_yet(capsys: pytest.CaptureFixture[str], train_part: TrainPart) -> None:
     train_part(lambda argv: pytest.fail("train must not start"))
-    argv = ["--fp16", "--optimizer-cuda-graph"]
+    argv = ["--fp16", "--cuda-graph-impl", "local", "--cuda-graph-retain-backward-graph"]
     assert cli.main(["train", *argv]) == 2
     assert capsys.readouterr().err.count("is not available yet in graphstep train") == 2
     assert cli.main(["config", *argv]) == 0
