@@ -6,25 +6,18 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
+from tests.docs.pages import ROOT, run_blocks, text_of
 
-ROOT = Path(__file__).resolve().parents[2]
-PAGE = (ROOT / "docs" / "graphed-callables.md").read_text(encoding="utf-8")
+PAGE = text_of("graphed-callables.md")
 EXAMPLE = ROOT / "examples" / "custom_loop.py"
-BLOCKS = re.findall(r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
-PRINTED = re.compile(r"^ *print\(.*\)  # (.*)$", re.MULTILINE)
 
 
 def test_the_blocks_run_one_after_another(capsys: pytest.CaptureFixture[str]) -> None:
-    torch.manual_seed(0)
-    names: dict[str, Any] = {"__name__": "graphed_callables"}
-    for code in BLOCKS:
-        exec(compile(code, "graphed-callables.md", "exec", dont_inherit=True), names)
-    assert capsys.readouterr().out.splitlines() == [text for code in BLOCKS for text in PRINTED.findall(code)]
-    assert len(BLOCKS) >= 4
+    number, expected = run_blocks("graphed-callables.md")
+    assert capsys.readouterr().out.splitlines() == expected
+    assert number >= 4
 
 
 def test_the_example_trains() -> None:

@@ -7,29 +7,22 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
+from tests.docs.pages import ROOT, run_blocks, text_of
 
 from graphstep.cli.main import main
 
-ROOT = Path(__file__).resolve().parents[2]
-PAGE = (ROOT / "docs" / "whole-steps.md").read_text(encoding="utf-8")
+PAGE = text_of("whole-steps.md")
 EXAMPLE = ROOT / "examples" / "graphed_step.py"
-BLOCKS = re.findall(r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
 COMMANDS = re.findall(r"^(graphstep .*)$", PAGE, re.MULTILINE)
-PRINTED = re.compile(r"^ *print\(.*\)  # (.*)$", re.MULTILINE)
 FEWER_STEPS = shlex.split("--train-iters 8 --eval-iters 1 --num-layers 1 --seq-length 32 --compare-with-eager 6")
 
 
 def test_the_blocks_run_one_after_another(capsys: pytest.CaptureFixture[str]) -> None:
-    torch.manual_seed(0)
-    names: dict[str, Any] = {"__name__": "whole_steps"}
-    for code in BLOCKS:
-        exec(compile(code, "whole-steps.md", "exec", dont_inherit=True), names)
-    assert capsys.readouterr().out.splitlines() == [text for code in BLOCKS for text in PRINTED.findall(code)]
-    assert len(BLOCKS) == 5
+    number, expected = run_blocks("whole-steps.md")
+    assert capsys.readouterr().out.splitlines() == expected
+    assert number == 5
 
 
 @pytest.mark.parametrize("options", ["", "--gradient-accumulation-fusion --parallel-weight-gradients --compile"])
