@@ -187,7 +187,7 @@ def test_state_that_is_replaced_by_the_step_is_refused(device: torch.device, war
     """A replay would read the old tensor for ever."""
     run = Run(device, FULL, build=Rebinds, warmup_steps=warmup_steps)
     error = failing_after(run, warmup_steps)
-    assert "replaces state scale" in error.what
+    assert "replace state scale" in error.what
     assert differences(run.trace[-2:-1], run.trace[-1:]) == []
     run.strategy.close()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -465,6 +466,9 @@ def test_a_scheduler_inside_is_refused(device: torch.device) -> None:
         return both
 
     job = Job(device, True, make)
+    for _ in range(3):
+        job.run()
+    assert job.optimizer.param_groups[0]["lr"] == 2.0**-10, "what runs eagerly is scheduled"
     with pytest.raises(CaptureError, match="learning rate") as caught:
         job.run()
     assert "scheduler.step()" in caught.value.fix
@@ -622,3 +626,108 @@ def test_hooks_on_the_step_that_are_added_later_are_refused(device: torch.device
     with pytest.raises(CaptureError, match="hooks on its step"):
         run()
     job.close()
+
+
+class Stateful(nn.Linear):
+    """Keeps something in Python from call to call."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__(8, 4)
+        self.kind, self.count, self.previous, self.dice = kind, 0, None, random.Random(0)
+
+    def forward(self, values: Tensor) -> Tensor:
+        result = super().forward(values)
+        if self.kind == "count":
+            self.count += 1
+            return result * min(1.0, self.count / 8)
+        if self.kind == "carry":
+            kept, self.previous = self.previous, result.detach()
+            return result if kept is None else result + kept
+        return result * self.dice.random()
+
+
+def refusal(device: torch.device, make: Callable[[Job], Loop], *args: Any) -> str:
+    job = Job(device, True, make)
+    for _ in range(3):
+        job.step(job.batch(), *args)
+    with pytest.raises(CaptureError) as caught:
+        job.step(job.batch(), *args)
+    job.close()
+    return caught.value.what
+
+
+@pytest.mark.parametrize("kind", ["count", "carry", "dice"])
+def test_python_state_of_modules_is_refused(device: torch.device, kind: str) -> None:
+    def make(job: Job) -> Loop:
+        torch.manual_seed(0)
+        job.model = Stateful(kind).to(device)
+        job.optimizer = torch.optim.AdamW(job.model.parameters(), lr=2.0**-7, fused=True)
+        return plain_step(job)
+
+    assert {"count": "count", "carry": "previous", "dice": "dice"}[kind] in refusal(device, make)
+
+
+def test_writing_into_an_argument_is_refused(device: torch.device) -> None:
+    def make(job: Job) -> Loop:
+        step = plain_step(job)
+
+        def adding(batch: tuple[Tensor, Tensor], total: Tensor) -> Tensor:
+            loss: Tensor = step(batch)
+            total.add_(loss)
+            return loss
+
+        return adding
+
+    assert "writes into its arguments" in refusal(device, make, torch.zeros((), device=device))
+
+
+def test_setting_training_flags_is_refused(device: torch.device) -> None:
+    def make(job: Job) -> Loop:
+        step = plain_step(job)
+
+        def training(batch: tuple[Tensor, Tensor]) -> Tensor:
+            job.model.train()
+            loss: Tensor = step(batch)
+            return loss
+
+        return training
+
+    job = Job(device, True, make)
+
+    def run() -> None:
+        for _ in range(4):
+            job.model.eval()
+            job.run()
+
+    with pytest.raises(CaptureError, match="training flags"):
+        run()
+    job.close()
+
+
+def test_a_loss_that_is_to_be_used_outside_is_refused(device: torch.device) -> None:
+    def make(job: Job) -> Loop:
+        return lambda batch: nn.functional.mse_loss(job.model(batch[0]), batch[1])
+
+    assert "wants a gradient" in refusal(device, make)
+
+
+def test_off_is_the_loop_as_it_was(device: torch.device) -> None:
+    """Rates are numbers, and a scheduler may be inside."""
+
+    def make(job: Job) -> Loop:
+        step = plain_step(job)
+        job.optimizer.param_groups[0]["lr"] = 1e-3
+        schedule = torch.optim.lr_scheduler.StepLR(job.optimizer, step_size=1, gamma=0.9)
+
+        def both(batch: tuple[Tensor, Tensor]) -> Any:
+            result = step(batch)
+            schedule.step()
+            return result
+
+        return both
+
+    def script(job: Job) -> None:
+        for _ in range(6):
+            job.run()
+
+    compared(device, make, script, policy="off").close()

@@ -101,12 +101,19 @@ def test_rates_are_tensors_inside_and_the_users_numbers_outside() -> None:
     assert rate.item() == 0.5
 
 
-def test_a_rate_that_is_set_inside_is_refused() -> None:
+@pytest.mark.parametrize("in_place", [True, False])
+def test_a_rate_that_is_set_inside_stays_and_is_refused_at_the_capture(in_place: bool) -> None:
     fused = optimizer(0.25, torch.optim.AdamW, fused=True)
-    with pytest.raises(CaptureError, match="learning rate") as caught, OptimizersInside([fused], CPU).on_device():
-        fused.param_groups[0]["lr"] = 0.5
+    inside = OptimizersInside([fused], CPU)
+    with inside.on_device():
+        if in_place:
+            fused.param_groups[0]["lr"].fill_(0.5)
+        else:
+            fused.param_groups[0]["lr"] = 0.5
+    assert fused.param_groups[0]["lr"] == 0.5
+    with pytest.raises(CaptureError, match="learning rate") as caught:
+        inside.require_capturable("the step")
     assert "scheduler.step()" in caught.value.fix
-    assert fused.param_groups[0]["lr"] == 0.25
 
 
 def test_other_numbers_are_named() -> None:

@@ -120,12 +120,13 @@ class Attributes:
         """Give attributes, what lies in them, and generators of random numbers the values that were noted."""
         self._noted.put_back()
 
-    def refuse_changes(self, where: str, used: Iterable[Tensor]) -> None:
+    def refuse_changes(self, where: str, used: Iterable[Tensor], *, may_leave_losses: bool = False) -> None:
         """Refuse what a run since has done and a replay could not do again.
 
         Args:
             where: name of the region that has run.
             used: tensors over the storages that existed before the run, and that it used.
+            may_leave_losses: the run has its own backward: a tensor with a gradient may stay for its value.
 
         Raises:
             CaptureError: it counted, kept a history, carried a tensor over to the next run, left one that has a
@@ -172,7 +173,7 @@ class Attributes:
             and self._noted.values.get(path) is not value
             and path not in computed
         ]
-        if left:
+        if left and not may_leave_losses:
             raise CaptureError(
                 f"each run leaves a tensor with a gradient in {', '.join(left)}; after a replay it would belong to no "
                 "graph of autograd",

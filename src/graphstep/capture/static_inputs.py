@@ -35,6 +35,11 @@ class StaticInputs:
         """Bytes of the static tensors."""
         return sum(own_entries(tensor).nbytes for tensor in self._tensors)
 
+    def versions(self) -> list[int]:
+        """Of the static tensors: others than before where something was written into one."""
+        # Those made in inference mode do not count what is written.
+        return [0 if tensor.is_inference() else tensor._version for tensor in self._tensors]
+
     def load(self, arguments: Any) -> None:
         """Copy the tensors of another call with the same signature into place.
 

@@ -27,7 +27,8 @@ class FullCudaGraphWrapper:
     never served by the graph of another key. Past ``max_graphs`` graphs, the one used longest ago is dropped.
     When a plain attribute of a module (a dropout probability, say) or the hooks on a module or parameter have changed
     since a capture, its graph is dropped and captured again after a new warmup; attributes that the step itself sets
-    do not count. Hooks run when the step is captured and not when it is replayed: what they compute is in the graph.
+    do not count, and a counter, a history or dice of the host among them is refused. Hooks run when the step is
+    captured and not when it is replayed: what they compute is in the graph.
 
     Gradients accumulate inside the graph into ``main_grad`` or ``.grad``; the optimizer and gradient clipping stay
     outside, unless the function makes whole steps. The order of microbatches and of random draws is that of the wrapped

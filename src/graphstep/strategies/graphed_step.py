@@ -54,6 +54,7 @@ class GraphedStep(Generic[P, R]):
             policy=policy,
             on_mismatch=on_mismatch,
         )
+        self._policy = policy
         self._step: Step | None = None
         self._num_parts = 0
 
@@ -73,7 +74,8 @@ class GraphedStep(Generic[P, R]):
             with self.session.engine.capture_stream(), ExitStack() as rates:
 
                 def put_rates(optimizer: Optimizer) -> None:
-                    rates.enter_context(OptimizersInside([optimizer], self.session.device).on_device())
+                    if self._policy is not CapturePolicy.off:
+                        rates.enter_context(OptimizersInside([optimizer], self.session.device).on_device())
 
                 with self._parts.watching(put_rates):
                     result = self._function(*args, **kwargs)

@@ -136,6 +136,10 @@ class StepGradients:
             else:
                 kinds.fresh[id(leaf)] = leaf
 
+    def are_filled(self) -> bool:
+        """True if the run that was learned from gave gradients to something."""
+        return bool(self._filled or self._kinds.dropped or self._kinds.replaced)
+
     # ----- around a capture
 
     def ready(self, leaves: Iterable[Tensor], where: str) -> None:

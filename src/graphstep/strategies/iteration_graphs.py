@@ -22,6 +22,7 @@ from graphstep.engine import Recording, torch_private
 from graphstep.errors import CaptureError, InputMismatchError
 from graphstep.strategies.iteration_gradients import StepGradients
 from graphstep.strategies.optimizers_inside import OptimizersInside
+from graphstep.strategies.settled import tensors_kept
 
 Named = tuple[str, nn.Module]
 
@@ -70,6 +71,8 @@ class _Iteration:
     why_eager: str = "warmup"
     structure: Node | Value | None = None
     """Of the last eager result."""
+    refusal: CaptureError | None = None
+    """What the last eager run has done and a replay would not."""
     graph: _Graph | None = None
     num_recaptures: int = 0
 
@@ -204,7 +207,7 @@ class IterationGraphs:
         raise InputMismatchError(
             "; ".join(differences),
             where=key[0],
-            fix="give batches like the captured ones, or set cuda_graph_on_mismatch to recapture or eager",
+            fix="give batches like the captured ones, or choose recapture or eager (on_mismatch)",
         )
 
     def _new(self, batch: Any, stats: RegionStats) -> _Iteration:
@@ -287,6 +290,8 @@ class IterationGraphs:
 
     def _plainly(self, step: Step, batch: Any, stats: RegionStats, reason: str) -> Any:
         stats.eager_calls[reason] += 1
+        if self._policy is CapturePolicy.off:
+            return step.function(to_device(batch, self._session.device))
         return self._eagerly(step, batch)
 
     def _eagerly(self, step: Step, batch: Any) -> Any:
@@ -297,19 +302,38 @@ class IterationGraphs:
         # On the capture stream and from the static inputs, so that what the libraries set up per stream and per
         # address is what the capture will find. The last one is watched: it is what the capture will repeat.
         iteration.num_eager += 1
-        is_last = iteration.num_eager >= self._warmup_of(step)
-        attributes = Attributes(_with_children(step.modules)) if is_last else None
         with self._session.engine.capture_stream(), step.optimizers.on_device():
             iteration.static.load(batch)
-            if attributes is None:
+            if iteration.num_eager < self._warmup_of(step):
                 return step.function(iteration.static.arguments)
-            before = iteration.gradients.before(self._all_modules(step), step.optimizers.parameters())
-            result, iteration.observation = self._session.watch_run(lambda: step.function(iteration.static.arguments))
-        iteration.observation.forget_storages(
+            return self._watch(step, iteration)
+
+    def _watch(self, step: Step, iteration: _Iteration) -> Any:
+        """Run the step for real, and learn what a capture of it has to know."""
+        modules = self._all_modules(step)
+        attributes, flags = Attributes(_with_children(step.modules)), [module.training for module in modules]
+        versions = iteration.static.versions()
+        before = iteration.gradients.before(modules, step.optimizers.parameters())
+        result, observation = self._session.watch_run(lambda: step.function(iteration.static.arguments))
+        tensors, iteration.structure = flatten(result)
+        iteration.gradients.learn(before, observation)
+        where = f"{step.stage}, the captured function"
+        iteration.refusal = None
+        if iteration.static.versions() != versions:
+            iteration.refusal = _error(where, *_WRITES)
+        elif [module.training for module in modules] != flags:
+            iteration.refusal = _error(where, *_SETS_FLAGS)
+        elif any(tensor.requires_grad for tensor in tensors) and not iteration.gradients.are_filled():
+            iteration.refusal = _error(where, *_RETURNS_LOSS)
+        else:
+            try:
+                attributes.refuse_changes(where, observation.externals, may_leave_losses=True)
+            except CaptureError as error:
+                iteration.refusal = error
+        observation.forget_storages(
             torch_private.storage_key(home.tensor) for home in self._session.gradient_homes.values()
         )
-        iteration.structure = flatten(result)[1]
-        iteration.gradients.learn(before, iteration.observation)
+        iteration.observation = observation
         return result
 
     # ----- capture and replay
@@ -317,6 +341,8 @@ class IterationGraphs:
     def _capture(self, step: Step, iteration: _Iteration, stats: RegionStats) -> _Graph:
         where = f"{stats.name}, the captured function"
         step.optimizers.require_capturable(where)
+        if iteration.refusal is not None:
+            raise iteration.refusal
         modules = _with_children(step.modules)
         attributes = Attributes(modules, hooks_of=modules, parameters_of=modules)
         watched = self._session.watch(step.modules)
@@ -324,13 +350,17 @@ class IterationGraphs:
         try:
             if observation is None:
                 observation = self._session.observe(lambda: step.function(iteration.static.arguments))
+                attributes.refuse_changes(where, observation.externals, may_leave_losses=True)
             leaves = observation.leaves if step.fills_gradients else ()
             recording = self._record(step, iteration, stats, observation, leaves, where)
-            tensors, structure = recording.result
-            problem = _problem_of(structure, iteration.structure, watched, where)
-            if problem is not None:
+            try:
+                with tensors_kept([watched], where=where):
+                    tensors, structure = recording.result
+                if iteration.structure is not None and structure != iteration.structure:
+                    raise _error(where, *_RETURNS_OTHERS)
+            except CaptureError:
                 self._session.release([recording], stats)
-                raise problem
+                raise
         except BaseException:
             watched.put_back()
             gradients.forget()
@@ -391,18 +421,23 @@ def _with_children(modules: Sequence[Named]) -> list[Named]:
     return list(found.values())
 
 
-def _problem_of(
-    structure: Node | Value, eager: Node | Value | None, watched: Watched, where: str
-) -> CaptureError | None:
-    """What a replay of a step could not do, although it was captured."""
-    replaced = watched.put_back()
-    if replaced:
-        what = f"the step replaces {', '.join(replaced)} by new tensors; a graph works on the tensors that it has seen"
-        return CaptureError(what, where=where, fix="write into the tensors (copy_, add_, mul_)")
-    if eager is not None and structure != eager:
-        return CaptureError(
-            "the step returned something else in the capture than in the last eager run, and not only in its tensors",
-            where=where,
-            fix="return tensors, and values that are always the same",
-        )
-    return None
+def _error(where: str, what: str, fix: str) -> CaptureError:
+    return CaptureError(what, where=where, fix=fix)
+
+
+_WRITES = (
+    "the step writes into its arguments; a replay writes into copies of them",
+    "keep the tensor outside of the arguments, as a variable or buffer that the step reads, or return what is new",
+)
+_SETS_FLAGS = (
+    "the step changes the training flags of modules (train() or eval()); a replay would not",
+    "call train() or eval() before the step, and put back in it what it changes",
+)
+_RETURNS_LOSS = (
+    "the step returns a tensor that wants a gradient, and runs no backward; what a replay returns has no history",
+    "call backward in the step, or return the tensor detached",
+)
+_RETURNS_OTHERS = (
+    "the step returned something else in the capture than in the last eager run, and not only in its tensors",
+    "return tensors, and values that are always the same",
+)

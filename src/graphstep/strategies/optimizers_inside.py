@@ -41,6 +41,8 @@ class OptimizersInside:
         self._states: list[dict[Any, Any]] = []
         self._held: list[Any] = []
         self._ways: list[Any] = []
+        self._scheduled: list[dict[str, Any]] = []
+        """Groups whose rate a run has set."""
 
     def __len__(self) -> int:
         return len(self._optimizers)
@@ -59,29 +61,26 @@ class OptimizersInside:
         problems = [problem for optimizer in self._optimizers for problem in _problems_of(optimizer, self._device)]
         if problems:
             raise CaptureError("; ".join(problems), where=where, fix=_FIX)
+        self._refuse_schedulers(where)
 
     @contextmanager
     def on_device(self) -> Iterator[None]:
         """Have the learning rates on the device for the body.
 
-        Raises:
-            CaptureError: the body has changed one: a scheduler steps in it, which a replay would not.
+        A rate that the body sets, as a scheduler does, stays set, and :meth:`require_capturable` refuses from then on.
         """
-        kept = [(group, group["lr"]) for group in self._groups() if "lr" in group]
         put = self._put_rates()
         try:
             yield
-            # A scheduler writes into a rate that is a tensor; nothing else does.
-            changed = [group for group, rate, version in put if group["lr"] is not rate or rate._version != version]
-            if changed:
-                raise CaptureError(
-                    f"the step sets the learning rate of {len(changed)} parameter groups; a replay runs no Python",
-                    where="the captured function",
-                    fix="call scheduler.step() after the captured step, and not in it",
-                )
         finally:
-            for group, rate in kept:
-                group["lr"] = rate
+            for group, number, rate, version in put:
+                now = group["lr"]
+                # A scheduler writes into a rate that is a tensor; nothing else does.
+                is_set = now is not rate or rate._version != version
+                if is_set:
+                    self._scheduled.append(group)
+                if now is rate:
+                    group["lr"] = float(rate) if is_set else number
 
     @contextmanager
     def captured(self, where: str) -> Iterator[None]:
@@ -93,6 +92,7 @@ class OptimizersInside:
         try:
             with self.on_device(), others_refused(known, where):
                 yield
+            self._refuse_schedulers(where)
         finally:
             for group, flag in flags:
                 group["capturable"] = flag
@@ -134,6 +134,15 @@ class OptimizersInside:
             self._write_rates()
         return sorted(set(changed))
 
+    def _refuse_schedulers(self, where: str) -> None:
+        if self._scheduled:
+            number = len({id(group) for group in self._scheduled})
+            raise CaptureError(
+                f"the step sets the learning rate of {number} parameter groups; a replay runs no Python",
+                where=where,
+                fix="call scheduler.step() after the captured step, and not in it",
+            )
+
     def _groups(self) -> Iterator[dict[str, Any]]:
         for optimizer in self._optimizers:
             yield from optimizer.param_groups
@@ -158,10 +167,11 @@ class OptimizersInside:
                 if is_to_move and _takes_rate_on_device(group):
                     yield (id(optimizer), index), group
 
-    def _put_rates(self) -> list[tuple[dict[str, Any], Tensor, int]]:
+    def _put_rates(self) -> list[tuple[dict[str, Any], Any, Tensor, int]]:
+        """Put tensors in place of the rates. Returns each group, its number, the tensor, and the tensor's version."""
         self._write_rates()
-        found = [(group, self._rates[key], self._rates[key]._version) for key, group in self._keyed()]
-        for group, rate, _ in found:
+        found = [(group, group["lr"], self._rates[key], self._rates[key]._version) for key, group in self._keyed()]
+        for group, _, rate, _ in found:
             group["lr"] = rate
         return found
 
