@@ -242,8 +242,11 @@ class Drops(Decoder):
     """Leaves a layer out now and then, as the host's dice fall."""
 
     def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
-        self.order = (0, 1) if random.random() < 0.5 else (0,)
-        return super().forward(tokens, labels)
+        whole, self.order = self.order, (0, 1) if random.random() < 0.5 else (0,)
+        try:
+            return super().forward(tokens, labels)
+        finally:
+            self.order = whole
 
 
 def test_dice_of_the_host_are_refused(device: torch.device) -> None:
