@@ -68,7 +68,7 @@ class GraphedLayer(GraphedModule):
         self._own = layer.__dict__.get("forward")
         self._steps: list[RegionCalls | Segment] = []
         names = {module.value for module in modules}
-        for is_captured, group in groupby(layer.segments(), key=lambda s: not names or s.kind in names):
+        for is_captured, group in groupby(layer.segments(), key=lambda s: s.is_captured_by(names)):
             segments = tuple(group)
             if is_captured:
                 region = _region(paths[id(layer)], layer, segments)
