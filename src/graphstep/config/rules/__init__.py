@@ -5,6 +5,7 @@ from __future__ import annotations
 from graphstep.config.rules.availability import AVAILABILITY_RULES
 from graphstep.config.rules.data import DATA_RULES
 from graphstep.config.rules.elsewhere import ELSEWHERE_RULES
+from graphstep.config.rules.expert_training import EXPERT_TRAINING_RULES
 from graphstep.config.rules.graphs import GRAPH_RULES
 from graphstep.config.rules.inference import INFERENCE_RULES
 from graphstep.config.rules.layers import LAYER_RULES
@@ -25,7 +26,7 @@ SUBJECTS: tuple[tuple[str, tuple[Rule, ...]], ...] = (
     ("Inference and reinforcement learning", INFERENCE_RULES),
     ("Training", TRAINING_RULES),
     ("Data", DATA_RULES),
-    ("graphstep train", AVAILABILITY_RULES),
+    ("graphstep train", (*AVAILABILITY_RULES, *EXPERT_TRAINING_RULES)),
     ("Known options without effect", ELSEWHERE_RULES),
 )
 """The rules by subject, as the page of rules shows them."""
