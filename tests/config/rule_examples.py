@@ -276,7 +276,7 @@ NOTICES: dict[str, str | Example] = {
 TRAINING_PROBLEMS: dict[str, str | Example] = {
     "not-available-retain": f"{LOCAL} --cuda-graph-retain-backward-graph",
     "not-available-ranks": Example("", TWO_RANKS),
-    "not-available-pattern-letter": "--hybrid-layer-pattern MG*",
+    "not-available-pattern-letter": "--hybrid-layer-pattern *G",
     "not-available-mtp-num-layers": "--mtp-num-layers 1",
     "not-available-multi-latent-attention": "--multi-latent-attention",
     "not-available-fp16": "--fp16",
@@ -296,7 +296,9 @@ TRAINING_PROBLEMS: dict[str, str | Example] = {
     "not-available-fine-grained-activation-offloading": Example(f"{FINE} core_attn", OFFLOAD),
     "not-available-moe-latent-size": f"{EXPERTS} --moe-latent-size 8",
     "not-available-flex-dispatcher": f"{EXPERTS} --moe-token-dispatcher-type flex",
-    "pattern-needs-experts": "--hybrid-layer-pattern M*E",
+    "mamba-head-dim-divides": "--hybrid-layer-pattern M* --mamba-head-dim 96 --mamba-num-groups 1",
+    "mamba-groups-divide-heads": "--hybrid-layer-pattern M*",
+    "pattern-needs-experts": "--hybrid-layer-pattern -*E",
     "topk-exceeds-one-expert": "--num-experts 1",
     "whole-layers-need-static-experts": f"{EXPERTS} {LOCAL}",
     "not-available-perform-rl-step": RL,
@@ -325,7 +327,7 @@ NOTICES_TOGETHER: dict[str, str | Example] = {
 }
 TRAINING_NOTICES: dict[str, str | Example] = {
     "inference-scope-without-effect": f"{LOCAL} --inference-cuda-graph-scope block",
-    "experts-without-layer": f"{EXPERTS} --hybrid-layer-pattern M*-",
+    "experts-without-layer": f"{EXPERTS} --hybrid-layer-pattern *-",
     "dynamic-experts-stay-eager": f"{EXPERTS} {LOCAL} --cuda-graph-policy auto",
     "pool-always-single": f"{FULL} --no-cuda-graph-use-single-mempool",
 }
@@ -401,6 +403,10 @@ WRONG_VALUES: dict[str, tuple[object, ...]] = {
     "moe_ffn_hidden_size": (0,),
     "moe_router_topk": (0,),
     "moe_shared_expert_intermediate_size": (0,),
+    "mamba_state_dim": (0,),
+    "mamba_head_dim": (-1,),
+    "mamba_num_groups": (0,),
+    "mamba_num_heads": (0,),
     "moe_latent_size": (0,),
     "moe_router_num_groups": (0,),
     "moe_router_group_topk": (-1,),

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
-from graphstep.config.derived import pattern_layers
 from graphstep.config.rules.graphs import captures_whole_layers
+from graphstep.config.rules.mamba import MAMBA_RULES, has_letter
 from graphstep.config.rules.moe import EXPERT_SHAPES
 from graphstep.config.rules.rule import Rule
 
@@ -13,8 +14,14 @@ _LETTERS = frozenset("M*-E")
 _GRAPH = ("cuda_graph_impl", "cuda_graph_modules", "cuda_graph_policy")
 
 
-def _has_letter(options: Any, letter: str) -> bool:
-    return options.hybrid_layer_pattern is not None and letter in pattern_layers(options.hybrid_layer_pattern)
+def _of_mamba_layers(rule: Rule) -> Rule:
+    """Return what a Mamba layer insists on, for patterns that have one."""
+    return replace(
+        rule,
+        fields=(*rule.fields, "hybrid_layer_pattern"),
+        broken=lambda options: has_letter(options, "M") and rule.broken(options),
+        for_training=True,
+    )
 
 
 def _leaves_experts_out(options: Any) -> bool:
@@ -22,10 +29,10 @@ def _leaves_experts_out(options: Any) -> bool:
 
 
 def _may_stay_eager(options: Any) -> bool:
-    return options.cuda_graph_policy != "required" and options.cuda_graph_impl != "transformer_engine"
+    return bool(options.cuda_graph_policy != "required" and options.cuda_graph_impl != "transformer_engine")
 
 
-EXPERT_TRAINING_RULES: tuple[Rule, ...] = (
+LAYER_TRAINING_RULES: tuple[Rule, ...] = (
     Rule(
         code="not-available-pattern-letter",
         fields=("hybrid_layer_pattern",),
@@ -37,7 +44,7 @@ EXPERT_TRAINING_RULES: tuple[Rule, ...] = (
     Rule(
         code="pattern-needs-experts",
         fields=("hybrid_layer_pattern", "num_experts"),
-        broken=lambda o: _has_letter(o, "E") and o.num_experts is None,
+        broken=lambda o: has_letter(o, "E") and o.num_experts is None,
         what="the pattern {hybrid_layer_pattern} has layers with experts, and their number is not known",
         fix="add --num-experts, or leave E out of --hybrid-layer-pattern",
         for_training=True,
@@ -45,7 +52,7 @@ EXPERT_TRAINING_RULES: tuple[Rule, ...] = (
     Rule(
         code="experts-without-layer",
         fields=("hybrid_layer_pattern", "num_experts"),
-        broken=lambda o: o.hybrid_layer_pattern is not None and o.num_experts is not None and not _has_letter(o, "E"),
+        broken=lambda o: o.hybrid_layer_pattern is not None and o.num_experts is not None and not has_letter(o, "E"),
         what="--num-experts has no effect: no layer of {hybrid_layer_pattern} has experts",
         fix="add an E to --hybrid-layer-pattern, or leave --num-experts out",
         is_notice=True,
@@ -85,4 +92,5 @@ EXPERT_TRAINING_RULES: tuple[Rule, ...] = (
         is_notice=True,
         for_training=True,
     ),
+    *(_of_mamba_layers(rule) for rule in MAMBA_RULES if not rule.is_range),
 )
