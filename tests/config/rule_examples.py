@@ -298,6 +298,8 @@ TRAINING_PROBLEMS: dict[str, str | Example] = {
     "not-available-flex-dispatcher": f"{EXPERTS} --moe-token-dispatcher-type flex",
     "mamba-head-dim-divides": "--hybrid-layer-pattern M* --mamba-head-dim 96 --mamba-num-groups 1",
     "mamba-groups-divide-heads": "--hybrid-layer-pattern M*",
+    "moe-grouped-gemm-bias": f"{EXPERTS} --moe-grouped-gemm",
+    "moe-grouped-gemm-sizes": f"{EXPERTS} --moe-grouped-gemm --disable-bias-linear --moe-ffn-hidden-size 60",
     "pattern-needs-experts": "--hybrid-layer-pattern -*E",
     "topk-exceeds-one-expert": "--num-experts 1",
     "whole-layers-need-static-experts": f"{EXPERTS} {LOCAL}",
@@ -310,7 +312,7 @@ TRAINING_PROBLEMS_TOGETHER: dict[str, str | Example] = {
     "not-available-context-parallel-size": Example("--context-parallel-size 2", TWO_RANKS),
     "not-available-expert-model-parallel-size": Example(EP, TWO_RANKS),
     "not-available-tensor-parallel-num-weight-shards": Example(SHARDS, TWO_RANKS),
-    "not-available-moe-expert-rank-capacity-factor": f"{EXPERTS} {FUSED} {BUDGET}",
+    "not-available-moe-expert-rank-capacity-factor": f"{EXPERTS} {FUSED} {BUDGET} --disable-bias-linear",
     "not-available-hybrid-context-parallel": (
         "--hybrid-context-parallel --calculate-per-token-loss --dataloader-type single"
     ),

@@ -83,7 +83,8 @@ def _experts(config: RunConfig) -> str:
     if drops_and_pads(options):
         return "in graphs, each padded to its capacity; tokens beyond it are dropped"
     only = " (on the CPU only: on a GPU that needs --bf16)" if needs_half_precision(options) else ""
-    return f"in graphs, and no token is dropped: the rows of each are known on the device alone{only}"
+    dropped = "no token" if config.moe.moe_expert_capacity_factor is None else "what is beyond the capacity"
+    return f"in graphs, and {dropped} is dropped: the rows of each are known on the device alone{only}"
 
 
 def _is_switched_off(graphs: CudaGraphConfig) -> bool:

@@ -15,13 +15,12 @@ def dynamic_experts(options: Mapping[str, Any]) -> str:
     """Return what keeps experts out of graphs; empty if nothing does, or if that depends on the device alone.
 
     Experts that are padded to a capacity have static shapes, and drop tokens beyond it. So has one grouped matrix
-    multiplication of all experts of one rank, with the rows of each on the device: it drops nothing.
+    multiplication of all experts of one rank, with the rows of each on the device: it drops nothing without a capacity.
 
     Args:
         options: all values by name.
     """
     reasons = (
-        (options["moe_expert_capacity_factor"] is not None, "how many tokens are dropped changes from step to step"),
         (options["expert_model_parallel_size"] > 1, "ranks exchange numbers of tokens that they learn on the host"),
         (
             options["moe_token_dispatcher_type"] == "flex",

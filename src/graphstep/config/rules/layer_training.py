@@ -11,6 +11,7 @@ from graphstep.config.rules.moe import EXPERT_SHAPES
 from graphstep.config.rules.rule import Rule
 
 _LETTERS = frozenset("M*-E")
+_PADDED = ("moe_expert_capacity_factor", "moe_pad_expert_input_to_capacity")
 _GRAPH = ("cuda_graph_impl", "cuda_graph_modules", "cuda_graph_policy")
 
 
@@ -22,6 +23,11 @@ def _of_mamba_layers(rule: Rule) -> Rule:
         broken=lambda options: has_letter(options, "M") and rule.broken(options),
         for_training=True,
     )
+
+
+def _multiplies_in_groups(options: Any) -> bool:
+    pads = options.moe_expert_capacity_factor is not None and options.moe_pad_expert_input_to_capacity
+    return options.num_experts is not None and options.moe_grouped_gemm and not pads
 
 
 def _leaves_experts_out(options: Any) -> bool:
@@ -79,7 +85,8 @@ LAYER_TRAINING_RULES: tuple[Rule, ...] = (
         fields=(*_GRAPH, *EXPERT_SHAPES, "dynamic_experts"),
         broken=lambda o: _leaves_experts_out(o) and not _may_stay_eager(o),
         what="with --cuda-graph-impl {cuda_graph_impl} experts are inside of graphs, and cannot be: {dynamic_experts}",
-        fix="add --moe-grouped-gemm --bf16, or --moe-expert-capacity-factor 1.0 --moe-pad-expert-input-to-capacity, "
+        fix="add --moe-grouped-gemm --disable-bias-linear --bf16, or --moe-expert-capacity-factor 1.0 "
+        "--moe-pad-expert-input-to-capacity, "
         "which drops tokens; or use local with --cuda-graph-modules attn moe_router moe_preprocess",
         for_training=True,
     ),
@@ -88,8 +95,38 @@ LAYER_TRAINING_RULES: tuple[Rule, ...] = (
         fields=(*_GRAPH, *EXPERT_SHAPES, "dynamic_experts"),
         broken=lambda o: _leaves_experts_out(o) and _may_stay_eager(o) and o.cuda_graph_policy != "off",
         what="what has experts in it will run eagerly with --cuda-graph-impl {cuda_graph_impl}: {dynamic_experts}",
-        fix="add --moe-grouped-gemm --bf16, or use local with --cuda-graph-modules attn moe_router moe_preprocess",
+        fix="add --moe-grouped-gemm --disable-bias-linear --bf16, or use local with "
+        "--cuda-graph-modules attn moe_router moe_preprocess",
         is_notice=True,
+        for_training=True,
+    ),
+    Rule(
+        code="moe-grouped-gemm-bias",
+        fields=("num_experts", "moe_grouped_gemm", "add_bias_linear", *_PADDED),
+        broken=lambda o: _multiplies_in_groups(o) and o.add_bias_linear,
+        what="experts in one grouped matrix multiplication have no biases, and linear layers have them",
+        fix="add --disable-bias-linear, or leave --moe-grouped-gemm out",
+        for_training=True,
+    ),
+    Rule(
+        code="moe-grouped-gemm-sizes",
+        fields=(
+            "num_experts",
+            "moe_grouped_gemm",
+            "hidden_size",
+            "ffn_hidden_size",
+            "moe_ffn_hidden_size",
+            "device",
+            *_PADDED,
+        ),
+        broken=lambda o: (
+            _multiplies_in_groups(o)
+            and o.device != "cpu"
+            and (o.hidden_size % 8 or (o.moe_ffn_hidden_size or o.ffn_hidden_size) % 8)
+        ),
+        what="the grouped matrix multiplication of a GPU needs widths that are multiples of 8, and the hidden size is "
+        "{hidden_size}, the width of an expert {moe_ffn_hidden_size} (None: {ffn_hidden_size})",
+        fix="round --hidden-size and --moe-ffn-hidden-size to multiples of 8, or use --device cpu",
         for_training=True,
     ),
     *(_of_mamba_layers(rule) for rule in MAMBA_RULES if not rule.is_range),
