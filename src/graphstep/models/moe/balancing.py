@@ -20,28 +20,32 @@ def chosen_map(experts_TK: Tensor, num_experts: int) -> Tensor:
     return chosen_TE.scatter_(1, experts_TK, 1.0)
 
 
-def load_balancing_loss(scores_BSE: Tensor, shares_BE: Tensor) -> Tensor:
+def load_balancing_loss(scores_BSE: Tensor, counts_BE: Tensor, top_k: int) -> tuple[Tensor, float]:
     """E * sum over experts of (share of the choices) * (mean score), averaged over the B groups of tokens.
 
     It is 1 for a balanced load, and its gradient lowers the scores of experts that have more than their share.
 
     Args:
         scores_BSE: of all experts, those of a token adding up to 1.
-        shares_BE: of the choices of each group, adding up to 1; without gradient.
+        counts_BE: choices of each group for each expert, adding up to S * K; without gradient.
+        top_k: K.
+
+    Returns:
+        The loss without its constant factor, and that factor: whoever scales it anyway saves a kernel.
 
     Source: Fedus et al. 2021, "Switch Transformers", equations 4 to 6 (one group: all tokens); DeepSeek-AI 2024,
     "DeepSeek-V3", equations 17 to 20 (a group is a sequence).
     """
-    num_experts = scores_BSE.shape[-1]
-    return (scores_BSE.mean(1) * shares_BE).sum() * (num_experts / scores_BSE.shape[0])
+    num_groups, num_tokens, num_experts = scores_BSE.shape
+    return (scores_BSE.sum(1) * counts_BE).sum(), num_experts / (num_groups * top_k * num_tokens**2)
 
 
-def z_loss(logits_TE: Tensor) -> Tensor:
-    """Mean over tokens of the squared log of the sum of exponentials of the logits.
+def z_loss(logits_TE: Tensor) -> tuple[Tensor, float]:
+    """Mean over tokens of the squared log of the sum of exponentials of the logits, and its factor, as above.
 
     Source: Zoph et al. 2022, "ST-MoE", equation 5.
     """
-    return torch.logsumexp(logits_TE, dim=-1).square().mean()
+    return torch.logsumexp(logits_TE, dim=-1).square().sum(), 1.0 / logits_TE.shape[0]
 
 
 def sinkhorn(logits_TE: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from graphstep.config.model import ModelConfig
@@ -139,13 +140,16 @@ class TopKRouter(nn.Module):
         return functional.linear(x_TH, weight_EH)
 
     def _choose(self, logits_TE: Tensor) -> tuple[Tensor, Tensor]:
-        wide = torch.promote_types(logits_TE.dtype, torch.float32)
+        wide = _wide(logits_TE)
         if self.balancing == "sinkhorn":
             probs_TK, experts_TK = self._choose_by_sinkhorn(logits_TE, wide)
         elif self.score_function == "sigmoid":
             scores_TE = torch.sigmoid(logits_TE.to(wide))
-            experts_TK = self._best(scores_TE if self.expert_bias is None else scores_TE + self.expert_bias)[1]
-            probs_TK = scores_TE.gather(1, experts_TK)
+            if self.expert_bias is None:
+                probs_TK, experts_TK = self._best(scores_TE)
+            else:
+                experts_TK = self._best(scores_TE.detach() + self.expert_bias)[1]
+                probs_TK = pick(scores_TE, experts_TK)
             if self.top_k > 1:
                 probs_TK = probs_TK / (probs_TK.sum(-1, keepdim=True) + 1e-20)
         elif self.softmax_first:
@@ -166,7 +170,7 @@ class TopKRouter(nn.Module):
         if not self.training:
             return self._best(scores_TE)
         experts_TK = self._best(balancing.sinkhorn(logits_TE.detach().to(wide)))[1]
-        return scores_TE.gather(1, experts_TK), experts_TK
+        return pick(scores_TE, experts_TK), experts_TK
 
     def _best(self, scores_TE: Tensor) -> tuple[Tensor, Tensor]:
         """The K best scores of each token and their experts, within the best groups."""
@@ -194,20 +198,20 @@ class TopKRouter(nn.Module):
                 if self.tokens_per_expert is not None:
                     self.tokens_per_expert.add_(chosen_TE.sum(0))
         if self.has_balancing_loss:
-            loss = self._balancing_loss(logits_TE, chosen_TE, num_sequences)
-            probs_TK = attach_loss(probs_TK, loss, scale, self.balancing_coefficient)
-            self._log(0, loss)
+            loss, factor = self._balancing_loss(logits_TE, chosen_TE, num_sequences)
+            probs_TK = attach_loss(probs_TK, loss, scale, self.balancing_coefficient * factor)
+            self._log(0, loss, factor)
         if self.has_z_loss:
-            loss = balancing.z_loss(logits_TE.to(torch.promote_types(logits_TE.dtype, torch.float32)))
-            probs_TK = attach_loss(probs_TK, loss, scale, self.z_coefficient)
-            self._log(1, loss)
+            loss, factor = balancing.z_loss(logits_TE.to(_wide(logits_TE)))
+            probs_TK = attach_loss(probs_TK, loss, scale, self.z_coefficient * factor)
+            self._log(1, loss, factor)
         if self.has_balancing_loss or self.has_z_loss:
             with torch.no_grad():
                 self.losses[2].add_(1.0)
         return probs_TK
 
-    def _balancing_loss(self, logits_TE: Tensor, chosen_TE: Tensor, num_sequences: int) -> Tensor:
-        wide = torch.promote_types(logits_TE.dtype, torch.float32)
+    def _balancing_loss(self, logits_TE: Tensor, chosen_TE: Tensor, num_sequences: int) -> tuple[Tensor, float]:
+        wide = _wide(logits_TE)
         if self.score_function == "softmax":
             scores_TE = torch.softmax(logits_TE, dim=-1, dtype=wide)
         else:
@@ -216,12 +220,43 @@ class TopKRouter(nn.Module):
         num_groups = num_sequences if self.balancing == "seq_aux_loss" else 1
         scores_BSE = scores_TE.unflatten(0, (num_groups, -1))
         if self.balancing == "global_aux_loss" and self.tokens_per_expert is not None:
-            # Copied: the next microbatch adds to the counts before this one's backward.
-            shares_BE = (self.tokens_per_expert / self.tokens_per_expert.sum())[None]
+            # Scaled to this microbatch's choices, into memory of its own: the next one adds to the counts before this
+            # one's backward.
+            counts_E = self.tokens_per_expert
+            counts_BE = (counts_E * (chosen_TE.shape[0] * self.top_k / counts_E.sum()))[None]
         else:
-            shares_BE = chosen_TE.unflatten(0, (num_groups, -1)).mean(1) / self.top_k
-        return balancing.load_balancing_loss(scores_BSE, shares_BE)
+            counts_BE = chosen_TE.unflatten(0, (num_groups, -1)).sum(1)
+        return balancing.load_balancing_loss(scores_BSE, counts_BE, self.top_k)
 
     @torch.no_grad()
-    def _log(self, place: int, loss: Tensor) -> None:
-        self.losses[place].add_(loss.detach())
+    def _log(self, place: int, loss: Tensor, factor: float) -> None:
+        self.losses[place].add_(loss.detach(), alpha=factor)
+
+
+def pick(scores_TE: Tensor, experts_TK: Tensor) -> Tensor:
+    """The scores of the chosen experts, whose gradients are written in place of zeros, not added: no atomics."""
+    if torch.compiler.is_compiling():
+        return scores_TE.gather(1, experts_TK)
+    function: Callable[..., Tensor] = _Pick.apply
+    return function(scores_TE, experts_TK)
+
+
+class _Pick(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, scores_TE: Tensor, experts_TK: Tensor) -> Tensor:
+        ctx.save_for_backward(experts_TK)
+        ctx.num_experts = scores_TE.shape[1]
+        return scores_TE.gather(1, experts_TK)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor, None]:
+        (experts_TK,) = ctx.saved_tensors
+        grad_TK: Tensor = grad_outputs[0]
+        grad_TE = grad_TK.new_zeros(grad_TK.shape[0], ctx.num_experts)
+        return grad_TE.scatter_(1, experts_TK, grad_TK), None
+
+
+def _wide(tensor: Tensor) -> torch.dtype:
+    """Type for sums and exponentials: at least float32."""
+    return torch.float64 if tensor.dtype is torch.float64 else torch.float32
