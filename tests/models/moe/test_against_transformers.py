@@ -120,4 +120,6 @@ def test_the_block_equals_theirs(case: str, mode: str) -> None:
     torch.testing.assert_close(x_ours.grad, x_theirs.grad, rtol=1e-4, atol=1e-4)
     for name, (mine, expected) in gradients.items():
         assert mine.grad is not None
-        torch.testing.assert_close(mine.grad, expected, rtol=1e-4, atol=1e-4, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(
+            mine.grad, expected, rtol=1e-4, atol=1e-4, msg=lambda text, name=name: f"{name}: {text}"
+        )
