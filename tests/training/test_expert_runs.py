@@ -231,6 +231,14 @@ def test_another_kind_of_layers_is_refused_by_the_option(tmp_path: Path) -> None
         assert [problem.what.split()[0] for problem in caught.value.problems] == flags
 
 
+def test_another_precision_is_refused_by_its_option_though_biases_are_always_fp32(tmp_path: Path) -> None:
+    with Trainer(config_of(BIASED, save=str(tmp_path), eval_iters=0)) as trainer:
+        trainer.train(1)
+    with pytest.raises(CheckpointError) as caught:
+        Trainer(config_of(BIASED, load=str(tmp_path), eval_iters=0, bf16=False))
+    assert [problem.what for problem in caught.value.problems] == ["--bf16 is off here and on in the checkpoint"]
+
+
 def test_a_checkpoint_of_before_there_were_experts_still_loads(tmp_path: Path) -> None:
     """Its architecture names nothing of experts, patterns or Mamba layers."""
     with Trainer(config_of(MoEConfig(), save=str(tmp_path), eval_iters=0)) as trainer:

@@ -100,13 +100,13 @@ def _from_checkpoint(config: RunConfig, folder: Path | None) -> RunConfig:
 
 def _print_summary(trainer: Trainer, console: Console) -> None:
     model, training = trainer.config.model, trainer.config.training
-    pattern = trainer.config.layers.hybrid_layer_pattern
+    pattern = f" {trainer.config.layers.hybrid_layer_pattern or ''}".rstrip()
     rows = [
         ("device", f"{trainer.device}, {'bf16 with fp32 main weights' if training.bf16 else 'fp32'}"),
         (
             "model",
-            f"{trainer.model.num_parameters():,} parameters: {_count(model.num_layers, 'layer')}"
-            f"{'' if pattern is None else f' {pattern}'}, hidden {model.hidden_size}, {_count(model.num_attention_heads, 'head')}, sequence {model.seq_length}, "
+            f"{trainer.model.num_parameters():,} parameters: {_count(model.num_layers, 'layer')}{pattern}, "
+            f"hidden {model.hidden_size}, {_count(model.num_attention_heads, 'head')}, sequence {model.seq_length}, "
             f"vocabulary {model.vocab_size}",
         ),
         *_expert_rows(trainer.config),
