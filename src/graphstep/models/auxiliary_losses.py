@@ -11,13 +11,14 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from graphstep.models.float32_buffers import Float32Buffers
 from graphstep.models.initialization import WeightInitializer
 
 
-class GradientScale(nn.Module):
+class GradientScale(Float32Buffers):
     """The gradient of the returned loss, kept on the device between :func:`mark_loss` and the layers' backward.
 
     One belongs to a model, which registers it; the routers hold it without registering it again. Outside of a backward
@@ -34,12 +35,6 @@ class GradientScale(nn.Module):
         """Set the value to 1, which is right without :func:`mark_loss` as well."""
         self.value.fill_(1.0)
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> GradientScale:
-        """Move to another device, but stay in float32: the scale of fp16 is beyond its own range."""
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        self.value = self.value.float()
-        return self
-
 
 class _Mark(torch.autograd.Function):
     @staticmethod
@@ -50,7 +45,8 @@ class _Mark(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor, None]:
-        ctx.scale.value.copy_(grad_outputs[0])
+        # Compiled layers have saved it for their backward before; this write is the value that they are to read.
+        ctx.scale.value.data.copy_(grad_outputs[0])
         return grad_outputs[0], None
 
 
@@ -65,8 +61,12 @@ class _Attach(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor, Tensor, None, None]:
+        value = ctx.scale.value
+        if torch.compiler.is_compiling():
+            # A compiler computes in the forward what it can, and this buffer is right in the backward only.
+            value = value + 0.0 * grad_outputs[0].flatten()[0]
         # A product even with 1: the buffer itself must not become a gradient.
-        return grad_outputs[0], (ctx.scale.value * ctx.coefficient).to(ctx.dtype), None, None
+        return grad_outputs[0], (value * ctx.coefficient).to(ctx.dtype), None, None
 
 
 def mark_loss(loss: Tensor, scale: GradientScale) -> Tensor:

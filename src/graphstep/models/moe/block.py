@@ -48,8 +48,15 @@ class MoEBlock(nn.Module):
         super().__init__()
         self.router = TopKRouter(config, moe, scale, device=device, dtype=dtype)
         self.dispatcher = build_dispatcher(moe, self.router.num_experts, group)
-        num_experts = self.dispatcher.num_local_experts
-        self.experts = build_experts(config, moe, num_experts, device=device, dtype=dtype)
+        self.experts = build_experts(
+            config,
+            moe,
+            self.dispatcher.num_local_experts,
+            rank=self.dispatcher.rank,
+            num_ranks=self.dispatcher.num_ranks,
+            device=device,
+            dtype=dtype,
+        )
         self.shared_experts: SharedExperts | None = None
         if moe.moe_shared_expert_intermediate_size is not None:
             inner = moe.moe_shared_expert_intermediate_size

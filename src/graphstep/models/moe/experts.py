@@ -35,10 +35,13 @@ class Experts(nn.Module):
         inner: int,
         *,
         bias: bool,
+        rank: int = 0,
+        num_ranks: int = 1,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        self.rank, self.num_ranks = rank, num_ranks
 
         def allocated(*shape: int) -> nn.Parameter:
             return nn.Parameter(torch.empty(*shape, device=device, dtype=dtype))
@@ -52,9 +55,12 @@ class Experts(nn.Module):
         self.down_bias = allocated(num_experts, hidden) if bias else None
 
     def init_weights(self, initializer: WeightInitializer) -> None:
-        """Draw normal weights, those of the down projections scaled by depth; biases are zero."""
-        initializer.normal_(self.up)
-        initializer.residual_normal_(self.down)
+        """Draw normal weights, those of the down projections scaled by depth; biases are zero.
+
+        Every rank draws those of all experts and keeps its own, so that they do not depend on the number of ranks.
+        """
+        self._fill(self.up, initializer.normal_)
+        self._fill(self.down, initializer.residual_normal_)
         for bias in (self.up_bias, self.down_bias):
             if bias is not None:
                 nn.init.zeros_(bias)
@@ -70,6 +76,15 @@ class Experts(nn.Module):
         """Say how large the experts are."""
         num_experts, inner, hidden = self.down.shape
         return f"num_experts={num_experts}, hidden={hidden}, inner={inner}, gated={self.gated}"
+
+    def _fill(self, weight: Tensor, fill_: Callable[[Tensor], None]) -> None:
+        if self.num_ranks == 1:
+            fill_(weight)
+            return
+        of_all = weight.new_empty(self.num_ranks, *weight.shape)
+        fill_(of_all.flatten(0, 1))
+        with torch.no_grad():
+            weight.copy_(of_all[self.rank])
 
     def _activate(self, inner: Tensor) -> Tensor:
         return swiglu(inner) if self.gated else functional.gelu(inner)
@@ -122,6 +137,8 @@ def build_experts(
     moe: MoEConfig,
     num_experts: int,
     *,
+    rank: int = 0,
+    num_ranks: int = 1,
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
 ) -> Experts:
@@ -131,6 +148,8 @@ def build_experts(
         config: sizes, and whether there are gates and biases.
         moe: ``moe_ffn_hidden_size``, ``moe_grouped_gemm`` and ``moe_pad_expert_input_to_capacity``.
         num_experts: experts of this rank.
+        rank: of the expert ranks; it has the experts from ``rank * num_experts`` on.
+        num_ranks: expert ranks.
         device: where the weights live.
         dtype: of the weights.
 
@@ -150,7 +169,8 @@ def build_experts(
             )
         )
     inner = moe.moe_ffn_hidden_size or config.ffn_hidden_size
-    return kind(config, num_experts, inner, bias=config.add_bias_linear, device=device, dtype=dtype)
+    bias = config.add_bias_linear
+    return kind(config, num_experts, inner, bias=bias, rank=rank, num_ranks=num_ranks, device=device, dtype=dtype)
 
 
 def grouped_product(x_NK: Tensor, weight_EKM: Tensor, ends_E: Tensor) -> Tensor:
@@ -160,7 +180,7 @@ def grouped_product(x_NK: Tensor, weight_EKM: Tensor, ends_E: Tensor) -> Tensor:
     """
     if weight_EKM.is_meta and weight_EKM.dtype is not torch.bfloat16:
         return x_NK @ weight_EKM[0]  # The operator knows fewer types there than elsewhere.
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling():  # A compiler can't ask for the generation of the card in a backward.
         return functional.grouped_mm(x_NK, weight_EKM, offs=ends_E)
     function: Callable[..., Tensor] = _GroupedProduct.apply
     return function(x_NK, weight_EKM, ends_E)
