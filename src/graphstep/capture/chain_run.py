@@ -8,7 +8,8 @@ right.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import Any
+from operator import attrgetter
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -21,6 +22,8 @@ from graphstep.capture.merged_backward import by_graph, handed_over, is_partial,
 from graphstep.capture.pending import Pending
 from graphstep.engine import torch_private
 from graphstep.errors import LifecycleError
+
+_wants_gradient: Final = attrgetter("requires_grad")
 
 
 class ChainRun:
@@ -284,6 +287,7 @@ class ChainRun:
                 where=pairs[0].region.name,
                 fix="use an operation that makes a new tensor, such as x + y instead of x.add_(y)",
             )
+        _refuse_frozen(pairs)
         _refuse_new_hooks(pairs, self.chain.has_hooks(pairs))
         return given
 
@@ -341,6 +345,17 @@ def _computed_again(
 def _sources(chain: Chain, first: int) -> Iterable[GraphPair]:
     pair = chain.pairs[first]
     return pair.sources() if pair.chained else ()
+
+
+def _refuse_frozen(pairs: Sequence[GraphPair]) -> None:
+    frozen = [pair.region.name for pair in pairs if not all(map(_wants_gradient, pair.trained))]
+    if frozen:
+        raise LifecycleError(
+            "parameters were frozen (requires_grad_(False)) between the forward and the backward; the captured "
+            "backward would give them gradients",
+            where=", ".join(frozen),
+            fix="freeze them before the forward, or after the backward",
+        )
 
 
 def _refuse_new_hooks(pairs: Sequence[GraphPair], has_hooks: bool) -> None:

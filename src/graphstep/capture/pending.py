@@ -45,6 +45,8 @@ class Pending:
         """The pair that is called next."""
         self.training: tuple[bool, ...] = ()
         """Training flags at the capture of the next call."""
+        self.trainable: tuple[bool, ...] = ()
+        """Which of its parameters wanted a gradient then."""
         self._expected: list[tuple[Place, weakref.ref[Tensor], int]] = []
         self._receiver: Receiver | None = None
 
@@ -60,7 +62,7 @@ class Pending:
         self._next += 1
         index = run.latest + 1
         self.pair = run.chain.pairs[index]
-        self.training = self.pair.signature.training
+        self.training, self.trainable = self.pair.signature.training, self.pair.signature.trainable
         self._receiver = run.chain.receivers[index]
         self._receiver.pending = self
 
