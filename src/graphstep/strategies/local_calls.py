@@ -139,8 +139,8 @@ class RegionCalls:
         self._changed = ""
         self._was_written = False
         """What it reads was written after the launch of the graph that holds this call."""
-        self._not_trained: tuple[bool, ...] = ()
-        """Which parameters wanted a gradient when no call had one."""
+        self._not_trained: tuple[bool, ...] | None = None
+        """Which parameters wanted a gradient when no call had one; ``None`` if that is not why nothing is captured."""
         self._has_warned = False
         self._mismatched: Signature | None = None
 
@@ -220,14 +220,14 @@ class RegionCalls:
                 and not pending.pair.has_new_hook()
                 and not torch_private.saved_tensors_are_taken()
                 and not torch_private.weights_are_cached()
-                and not (pending.pair.forward is None and pending.has_run_on_old())
+                and not pending.has_run_on_old()
             ):
                 if self._is_debugging:
                     self._host.verify()
                 if self.manual_hook is not None:
                     self.manual_hook()
                 return pending.advance()
-            self._was_written = pending.pair.forward is None and pending.has_run_on_old()
+            self._was_written = pending.has_run_on_old()
             pending.drop()
         return self._start(arguments, named)
 
@@ -308,7 +308,8 @@ class RegionCalls:
             self.stats.last_detail = self._changed
             return EagerReason.CHANGED_ATTRIBUTE
         if not self.links:
-            if self.why_not is EagerReason.NO_GRADIENT and signature.trainable != self._not_trained:
+            is_no_gradient = self.why_not is EagerReason.NO_GRADIENT
+            if is_no_gradient and self._not_trained not in (None, signature.trainable):
                 self.why_not = EagerReason.NOT_CAPTURED_YET
             return self.why_not
         nearest = min(self.links, key=lambda captured: len(captured.differences(signature)))
