@@ -65,10 +65,12 @@ class GraphSession:
             found = self._stats[name] = RegionStats(name, kind)
         return found
 
-    def watch(self, modules: Sequence[tuple[str, nn.Module]], leaves: Sequence[Tensor] = ()) -> Watched:
+    def watch(
+        self, modules: Sequence[tuple[str, nn.Module]], leaves: Sequence[Tensor] = (), *, may_be_frozen: bool = False
+    ) -> Watched:
         """Note the modules' parameters and buffers, and leaves that nobody owns, as they are; for :func:`verify`."""
         self.require_open()
-        return self.manifest.watch(modules, leaves)
+        return self.manifest.watch(modules, leaves, may_be_frozen=may_be_frozen)
 
     def watch_run(self, function: Callable[[], T]) -> tuple[T, Observation]:
         """Run ``function`` for real, and tell what it touched."""

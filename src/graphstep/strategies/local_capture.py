@@ -25,6 +25,8 @@ from graphstep.capture.region import Region
 from graphstep.capture.session import GraphSession
 from graphstep.capture.signature import TensorLayout
 from graphstep.capture.static_inputs import static_like
+from graphstep.capture.tree import values_of
+from graphstep.engine import torch_private
 from graphstep.engine.user_frame import user_line_of
 from graphstep.errors import CaptureError
 
@@ -124,7 +126,11 @@ def capture_chains(order: Order) -> list[Chain]:
     """
     groups = lane_groups(order.plan, order.apart)
     capturing = _Capturing(order, groups, delayed=delayed_lanes(order.plan, groups))
-    with order.session.captures_in_a_row(), CaptureProgress(len(order.plan.calls)) as progress:
+    with (
+        order.session.captures_in_a_row(),
+        torch_private.no_weights_cached(),
+        CaptureProgress(len(order.plan.calls)) as progress,
+    ):
         try:
             return capturing.run(progress)
         except BaseException:
@@ -222,9 +228,8 @@ class _Capturing:
         """True if autograd accumulates some of its gradients, which would come late in a graph of several layers."""
         return any(
             id(parameter) in self.order.through_autograd or parameter._backward_hooks
-            for module in key[0].region.modules
-            for parameter in module._parameters.values()
-            if parameter is not None and parameter.requires_grad
+            for parameter, is_trainable in _trainable_in(key[0])
+            if is_trainable
         )
 
     def _make(self, key: Key) -> GraphPair:
@@ -293,7 +298,9 @@ class _Capturing:
     def _refuse_counting(self, pair: GraphPair) -> Iterator[None]:
         """Refuse what the body, a warmup, does to attributes and a replay could not do; then they are as before."""
         attributes = self.order.attributes.get(pair.region)
-        before = attributes.again() if attributes is not None else None
+        values = values_of(pair.signature.structure)
+        functions = [each for each in values if callable(each) and not isinstance(each, type)]
+        before = attributes.again(functions) if attributes is not None else None
         try:
             yield
             if before is not None:
@@ -413,9 +420,26 @@ def _gradient_for(consumer: GraphPair | None, pair: GraphPair, output: int) -> T
 
 @contextmanager
 def _flags_of(*variants: Variant) -> Iterator[None]:
-    """Training flags as they were in the observed call, for the body."""
+    """Training flags and frozen parameters as they were in the observed call, for the body."""
     with training_flags_kept([module for variant in variants for module in variant.region.modules]):
         for variant in variants:
             for module, flag in zip(variant.region.modules, variant.signature.training, strict=True):
                 module.training = flag
-        yield
+        wanted = {id(parameter): (parameter, flag) for each in variants for parameter, flag in _trainable_in(each)}
+        others = [parameter for parameter, flag in wanted.values() if parameter.requires_grad != flag]
+        try:
+            for parameter in others:
+                parameter.requires_grad_(not parameter.requires_grad)
+            yield
+        finally:
+            for parameter in others:
+                parameter.requires_grad_(not wanted[id(parameter)][1])
+
+
+def _trainable_in(variant: Variant) -> list[tuple[nn.Parameter, bool]]:
+    """The parameters of a region, each with whether it wanted a gradient in the observed call."""
+    parameters = [parameter for parameter in variant.region.parameters() if parameter.is_leaf]
+    flags = variant.signature.trainable
+    if len(flags) != len(parameters):  # Not known, or some came or went since.
+        return [(parameter, parameter.requires_grad) for parameter in parameters]
+    return list(zip(parameters, flags, strict=True))

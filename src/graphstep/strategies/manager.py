@@ -219,7 +219,10 @@ class CudaGraphManager:
             verify(watched, "before a replay", instead=ATTACH_AGAIN)
 
     def _watch_chain(self, chain: Chain) -> Watched:
-        return self.session.watch([(pair.region.name, m) for pair in chain.pairs for m in pair.region.modules[:1]])
+        return self.session.watch(
+            [(pair.region.name, m) for pair in chain.pairs for m in pair.region.modules[:1]],
+            may_be_frozen=True,
+        )
 
     def not_replayed(self, calls: RegionCalls, reason: EagerReason) -> Callable[[Any], None] | None:
         """It runs eagerly, and that is all."""
@@ -286,7 +289,7 @@ class CudaGraphManager:
                 and calls.stats.eager_calls[EagerReason.OBSERVED]
                 and calls.why_not is EagerReason.NOT_CAPTURED_YET
             ):
-                calls.why_not = EagerReason.NO_GRADIENT
+                calls.has_no_gradient()
 
     def _give_up(self, calls: RegionCalls, error: CaptureError) -> None:
         """Leave a region out, or stop: nothing is captured then, and nothing is tried again."""
@@ -336,7 +339,8 @@ class CudaGraphManager:
             raise
         finally:
             self.is_capturing = False
-        self._watched = self.session.watch([(path, module.module) for path, module in self._captured_modules()])
+        modules = [(path, module.module) for path, module in self._captured_modules()]
+        self._watched = self.session.watch(modules, may_be_frozen=True)  # That is a matter of signatures.
         for chain in chains:
             self._watched_of[chain] = self._watch_chain(chain)
         settle(chains, self.session)
