@@ -47,9 +47,10 @@ class Chain:
     @property
     def shares_copies(self) -> bool:
         """True if a copied argument is read by several pairs."""
-        first = self.pairs[0]
-        num_static = len(first.inputs) - len(first.in_place) - len(self.handover)
-        return len(self.pairs) > 1 and num_static > 0
+        if len(self.pairs) == 1:
+            return False
+        second = self.pairs[1]
+        return len(second.inputs) - len(second.in_place) - len(self.handover) > 0
 
     _look: QuickLook | None = None
     _read: dict[int, Sequence[ReadAhead]] = field(default_factory=dict)

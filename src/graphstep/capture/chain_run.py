@@ -7,6 +7,7 @@ right.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
 from operator import attrgetter
 from typing import Any, Final
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from graphstep.capture.chain import Chain
 from graphstep.capture.graph_pair import GraphPair
+from graphstep.capture.kept_state import KeptState
 from graphstep.capture.lanes import Span
 from graphstep.capture.merged_backward import by_graph, handed_over, is_partial, recomputed
 from graphstep.capture.pending import Pending
@@ -59,6 +61,8 @@ class ChainRun:
         """Results of other runs that the backward half of the first pair reads, with their versions."""
         self.read: dict[int, tuple[ReadAhead, list[int]]] = {}
         """By index of a pair in a graph of several: what it reads, and the versions at the launch."""
+        self._ahead: list[KeptState] = []
+        """What has been written by pairs that were launched and are still to be called, in order."""
         self.num_landmarks = 0
         self.copied: frozenset[int] = frozenset()
         """Pairs whose callers get copies of the results."""
@@ -89,6 +93,7 @@ class ChainRun:
         """
         chain, first = self.chain, self.first
         pair = chain.pairs[first]
+        pair.session.settle_ahead()
         stop = len(chain.pairs)
         wanted = [tensor for tensor in tensors if tensor.requires_grad]
         # Of each pair one parameter: so that a backward pass towards parameters alone comes by here, and is refused.
@@ -117,6 +122,8 @@ class ChainRun:
         """Run the forward half of the next pair."""
         index = self.latest + 1
         pair = self.chain.pairs[index]
+        if pair.forward is None and pair.kept is not None:
+            del self._ahead[0]
         pair.launch_forward()
         self._note_launch(index)
         self._note(index, pair)
@@ -130,8 +137,26 @@ class ChainRun:
         pair.stats.num_replays += 1
 
     def _note_launch(self, index: int) -> None:
-        for place, read in enumerate(self.chain.read_ahead(index), index):
+        reads = self.chain.read_ahead(index)
+        if not reads:
+            return
+        for place, read in enumerate(reads, index):
             self.read[place] = read, read.versions()
+        self._ahead = [read.kept for read in reads[1:] if read.kept is not None]
+        if self._ahead:
+            for kept in self._ahead:
+                kept.note()
+            self.chain.pairs[index].session.ahead = weakref.ref(self)
+
+    def undo_ahead(self) -> None:
+        """What was launched and will not be called has not run: put back what it has written.
+
+        Raises:
+            LifecycleError: somebody has written there since.
+        """
+        ahead, self._ahead = self._ahead, []
+        for kept in reversed(ahead):
+            kept.undo()
 
     def forward(self, stop: int, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Load the arguments, run the first forward half, and give a tensor for every result up to ``stop``."""
@@ -213,6 +238,7 @@ class ChainRun:
             StaleAddressError: a gradient has moved.
         """
         done = self._done()
+        done[0].session.settle_ahead()
         if self._before_backward is not None:
             self._before_backward(done[-1])
         given = self._checked(done, gradients)
@@ -293,7 +319,7 @@ class ChainRun:
         for start, stop in graphs:
             for index in range(self.first + start, self.first + stop) if start in again else ():
                 read, versions = self.read.get(index, (None, []))
-                if read is not None and read.versions() != versions:
+                if read is not None and not read.is_as_in_forward(versions):
                     raise LifecycleError(
                         "a weight or buffer was written between the forward and the backward of a graph of several "
                         "layers that was used in part, so that it cannot be computed again",
@@ -332,7 +358,7 @@ def _computed_again(
             for _, output in pairs[stop].chained.values():
                 if pairs[stop - 1].differentiable[output]:
                     found[-1][output] = pairs[stop - 1].outputs[output]
-        is_chained = not (is_partial(graph, found, is_chained=is_chained) and all(pair.is_pure for pair in graph))
+        is_chained = not (is_partial(graph, found, is_chained=is_chained) and all(pair.runs_again for pair in graph))
         if not is_chained:
             again.add(start)
     return again
@@ -383,7 +409,7 @@ def _refuse_if_spoilt(pair: GraphPair, versions: Sequence[int], read_by_next: Co
 
 
 def _refuse_if_partial(graph: Sequence[GraphPair], given: Sequence[Sequence[Tensor | None]], *, is_last: bool) -> None:
-    if all(pair.is_pure for pair in graph):
+    if all(pair.runs_again for pair in graph):
         return
     if len(graph) > 1 or graph[-1].backward is None:
         if is_partial(graph, given, is_chained=not is_last):

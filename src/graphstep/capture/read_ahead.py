@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from operator import attrgetter
 from typing import Final
+
+from torch import Tensor
 
 from graphstep.capture.graph_pair import GraphPair
 from graphstep.engine import torch_private
@@ -22,6 +25,24 @@ class ReadAhead:
         self._owned = pair.region.tensors()
         seen = zip(pair._observation.externals, pair._observation.sources, strict=True)
         self._others = [source for tensor, source in seen if torch_private.storage_key(tensor) not in pair._known]
+
+        self.kept = pair.kept
+        """What it writes, if it may run before its call."""
+        self._only_in_backward = pair._observation.only_in_backward
+
+    def is_as_in_forward(self, versions: Sequence[int]) -> bool:
+        """True if what the forward half reads has still these versions, or can be put back."""
+        now = self.versions()
+        owned: list[Tensor | None] = [*self._owned, *([None] * (len(now) - len(self._owned)))]
+        return all(
+            before == after or (tensor is not None and self._is_as_good_as_unchanged(tensor))
+            for before, after, tensor in zip(versions, now, owned, strict=True)
+        )
+
+    def _is_as_good_as_unchanged(self, tensor: Tensor) -> bool:
+        if self.kept is not None and self.kept.owns(tensor):
+            return True
+        return torch_private.storage_key(tensor) in self._only_in_backward
 
     def versions(self) -> list[int]:
         """They tell whether somebody writes. Cost: less than 0.05 microseconds a tensor."""

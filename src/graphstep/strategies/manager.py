@@ -242,6 +242,7 @@ class CudaGraphManager:
             LifecycleError: this object is closed.
         """
         self.session.require_open()
+        self.session.settle_ahead()
         self._capture_observed()
 
     def _capture_observed(self) -> None:
@@ -269,15 +270,16 @@ class CudaGraphManager:
             self._hits = Counter({key: count for key, count in self._hits.items() if key in now})
         chosen = self._chains.worth_it(seen, self._hits, self._regions)
         plan = observer.plan.only(chosen)
-        merge = self._config.merge_layers
+        merge: int | None = self._config.merge_layers
         while plan.calls:
             try:
                 self._capture(plan, handovers, merge)
                 break
             except RegionFailedError as error:
-                if merge != 1:
-                    merge = 1  # Each by itself, to find out which one it is.
+                if error.is_of_several:
+                    merge = None  # Each by itself, to find out which one it is.
                     continue
+                merge = self._config.merge_layers
                 self._give_up(self._regions[error.region], error)
                 plan = plan.only({variant for variant, _ in plan.calls if variant.region is not error.region})
         self._note_no_gradient(self._regions)
@@ -300,7 +302,7 @@ class CudaGraphManager:
         calls.stats.why_not_captured = f"{error.what} ({error.where})"
         warnings.warn(f"{calls.region.name} runs eagerly: {error}", UserWarning, stacklevel=4)
 
-    def _capture(self, plan: Plan, handovers: Mapping[Key, Handover], merge: int) -> None:
+    def _capture(self, plan: Plan, handovers: Mapping[Key, Handover], merge: int | None) -> None:
         self.verify()  # What moved since an earlier capture must not be taken for what that one has seen.
         regions = {variant.region for variant, _ in plan.calls}
         attributes = {region: self._regions[region].note_attributes() for region in regions}
