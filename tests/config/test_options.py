@@ -53,6 +53,8 @@ SPELLINGS = """
 --moe-pad-experts-for-cuda-graph-inference --moe-expert-rank-capacity-factor --moe-paged-stash
 --moe-paged-stash-page-size --moe-paged-stash-buffer-size-factor-cuda --moe-paged-stash-buffer-size-factor-cpu
 --moe-hybridep-pad-uneven-dispatch-inputs --moe-ncclep-zero-copy --inference-dynamic-batching
+--moe-router-num-groups --moe-router-group-topk --moe-router-topk-scaling-factor --moe-router-bias-update-rate
+--moe-shared-expert-gate
 --inference-dynamic-batching-num-cuda-graphs --inference-dynamic-batching-cuda-graph-mixed-prefill-count
 --inference-dynamic-batching-cuda-graph-sizing-distribution --decode-only-cuda-graphs
 --inference-cuda-graph-all-prefills --inference-cuda-graph-max-tokens --inference-dynamic-batching-max-requests
