@@ -241,6 +241,19 @@ class LocalMergedArm(StrategyArm):
     graphs: ClassVar[CudaGraphConfig] = CudaGraphConfig(impl=CudaGraphImpl.local, merge_layers=0)
 
 
+class LocalPartialArm(StrategyArm):
+    """``local`` of attention, router and preprocessing: the experts between them are eager."""
+
+    name: ClassVar[str] = "local_partial"
+    graphs: ClassVar[CudaGraphConfig] = CudaGraphConfig(
+        impl=CudaGraphImpl.local, modules=("attn", "moe_router", "moe_preprocess")
+    )
+
+    def why_not(self, case: Case) -> str | None:
+        """Needs experts."""
+        return None if case.config.moe.num_experts else "the model has no experts"
+
+
 class TransformerEngineArm(StrategyArm):
     """``transformer_engine``: layers captured for the order of the schedule, here one microbatch after another."""
 
@@ -399,6 +412,7 @@ ARMS: MappingProxyType[str, Callable[[], Arm]] = MappingProxyType(
             FullIterationCompileArm,
             LocalArm,
             LocalMergedArm,
+            LocalPartialArm,
             TransformerEngineArm,
             GraphedCallablesArm,
             MakeGraphedCallablesArm,

@@ -10,15 +10,18 @@ from graphstep.models.gpt import GPTModel
 from graphstep.models.head import OutputHead, token_cross_entropy
 from graphstep.models.initialization import Initializable, WeightInitializer, initialize_weights
 from graphstep.models.layer import TransformerLayer
+from graphstep.models.layers import build_layers
 from graphstep.models.linear import Linear
 from graphstep.models.mlp import MLP, swiglu
 from graphstep.models.norms import LayerNorm, RMSNorm, build_norm
+from graphstep.models.part_layers import AttentionLayer, MLPLayer
 from graphstep.models.rotary import RotaryTables, apply_rotary, rotary_channels
 from graphstep.models.segments import Segment, SegmentedModule
 
 __all__ = [
     "MLP",
     "Attention",
+    "AttentionLayer",
     "DelayedScaling",
     "Embedding",
     "Float8Linear",
@@ -26,6 +29,7 @@ __all__ = [
     "Initializable",
     "LayerNorm",
     "Linear",
+    "MLPLayer",
     "OutputHead",
     "RMSNorm",
     "RotaryTables",
@@ -34,6 +38,7 @@ __all__ = [
     "TransformerLayer",
     "WeightInitializer",
     "apply_rotary",
+    "build_layers",
     "build_norm",
     "causal_attention",
     "float8_layers",

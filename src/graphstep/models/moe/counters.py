@@ -16,11 +16,16 @@ def routers(model: nn.Module) -> tuple[TopKRouter, ...]:
 
 
 @torch.no_grad()
-def update_expert_biases(model: nn.Module, rate: float) -> None:
+def update_expert_biases(model: nn.Module, rate: float, skip: Tensor | None = None) -> None:
     """End a step of the optimizer: move the biases of experts towards a balanced load, and set the counts to zero.
 
     A bias rises by ``rate`` if its expert had fewer tokens than the mean, and falls if it had more. Routers without
     biases only forget their counts, which a balancing loss over the global batch is made of.
+
+    Args:
+        model: with routers.
+        rate: how far a bias moves.
+        skip: scalar on the device; where it is 1, the biases stay as they are.
 
     Cost: five small kernels a router, on the device only; may be part of a graph.
     Source: DeepSeek-AI 2024, "DeepSeek-V3", section 2.1.2; Wang et al. 2024, "Auxiliary-Loss-Free Load Balancing
@@ -31,7 +36,8 @@ def update_expert_biases(model: nn.Module, rate: float) -> None:
         if counts_E is None:
             continue
         if router.expert_bias is not None:
-            router.expert_bias.add_(torch.sign(counts_E.mean() - counts_E), alpha=rate)
+            signs_E = torch.sign(counts_E.mean() - counts_E)
+            router.expert_bias.add_(signs_E if skip is None else signs_E * (1.0 - skip), alpha=rate)
         counts_E.zero_()
 
 
