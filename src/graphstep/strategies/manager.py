@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from types import TracebackType
 from typing import Any, ClassVar, Final
 from weakref import WeakKeyDictionary
@@ -27,6 +28,7 @@ from graphstep.config import CapturePolicy, CudaGraphConfig, CudaGraphImpl, Mism
 from graphstep.errors import CaptureError, ConfigError, StaleAddressError
 from graphstep.strategies.boundary import StepBoundary
 from graphstep.strategies.captured_chains import CapturedChains
+from graphstep.strategies.eager_parts import eager_parts, in_no_layer
 from graphstep.strategies.local_calls import RegionCalls
 from graphstep.strategies.local_capture import Order, RegionFailedError, capture_chains, gradients_through_autograd
 from graphstep.strategies.local_layers import GraphedModule, Named, graphed_layers, graphed_modules
@@ -119,6 +121,7 @@ class CudaGraphManager:
         self._apart: Mapping[Region, int] = {}
         """See :class:`Order`."""
         self._modules = self._find(regions)
+        self._eager_parts = eager_parts(model, self._config.modules) if self._config.modules and self._modules else ()
         for module in self._modules:
             module.install()
         self._regions = {calls.region: calls for module in self._modules for calls in module.regions}
@@ -132,7 +135,10 @@ class CudaGraphManager:
             raise ConfigError(modules_and_regions(regions))
         if regions:
             return graphed_modules(self._model, regions, self._make_calls)
+        missing = in_no_layer(self._model, self._config.modules)
         found = graphed_layers(self._model, frozenset(self._config.modules), self._make_calls)
+        if found and missing is not None:
+            raise ConfigError(missing)
         if not found:
             problem = nothing_to_capture(self._model, self._config.modules)
             if self.is_required:
@@ -373,7 +379,7 @@ class CudaGraphManager:
 
     def report(self) -> CaptureReport:
         """What has been captured so far, and how it was used."""
-        report = self.session.report()
+        report = replace(self.session.report(), eager_parts=self._eager_parts)
         for row in report.rows if report.num_recordings else ():
             if not (row.num_replays or row.is_captured or row.eager_calls or row.why_not_captured):
                 row.why_not_captured = "never called (a module that torch.compile has compiled runs without its graphs)"
