@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
 from tests.models.tiny import seeded
 from tests.strategies.models import VOCABULARY
-from torch import Tensor, nn
-from torch.nn import functional
 
+from graphstep.config.layers import LayersConfig
+from graphstep.config.mamba import MambaConfig
 from graphstep.config.model import ModelConfig
 from graphstep.config.moe import MoEConfig
-from graphstep.models import initialize_weights
-from graphstep.models.auxiliary_losses import GradientScale, mark_loss
-from graphstep.models.initialization import WeightInitializer
-from graphstep.models.layer import TransformerLayer
-from graphstep.models.moe import MoELayer, MoETransformerLayer
-from graphstep.models.norms import build_norm
+from graphstep.models import GPTModel
+from graphstep.models.moe import routers
 
 WIDE = ModelConfig(
     num_layers=3,
@@ -36,7 +30,7 @@ WIDE = ModelConfig(
     hidden_dropout=0.0,
     swiglu=True,
     normalization="RMSNorm",
-    position_embedding_type="none",
+    position_embedding_type="rope",
     add_bias_linear=False,
     untie_embeddings_and_output_weights=True,
 )
@@ -76,44 +70,29 @@ BALANCING: dict[str, dict[str, Any]] = {
 }
 
 
-class ExpertsModel(nn.Module):
-    """Layers by letter: E attention and experts, e experts alone, D a dense layer."""
-
-    def __init__(self, moe: MoEConfig = DROPLESS, letters: str = "EEE", config: ModelConfig = WIDE) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(VOCABULARY, config.hidden_size)
-        self.scale = GradientScale()
-        made: dict[str, Callable[[], nn.Module]] = {
-            "E": partial(MoETransformerLayer, config, moe, self.scale),
-            "e": partial(MoELayer, config, moe, self.scale),
-            "D": partial(TransformerLayer, config),
-        }
-        self.layers = nn.ModuleList(made[letter]() for letter in letters)
-        self.norm = build_norm(config)
-        self.head = nn.Linear(config.hidden_size, VOCABULARY, bias=False)
-        for each in (*self.layers, self.norm, self.scale):
-            initialize_weights(each, WeightInitializer(std=0.2, num_layers=len(letters), generator=seeded()))
-
-    def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
-        x = self.embedding(tokens)
-        for layer in self.layers:
-            x = layer(x)
-        logits = self.head(self.norm(x))
-        loss = functional.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
-        return mark_loss(loss, self.scale)
+MAMBA = MambaConfig(mamba_state_dim=8, mamba_head_dim=8, mamba_num_groups=2)
 
 
-class Routed(ExpertsModel):
-    """The biases of its experts decide: all tokens to expert 0 and 1, to one and its neighbour, or all alike."""
+def experts_model(moe: MoEConfig = DROPLESS, letters: str = "EEE", config: ModelConfig = WIDE) -> GPTModel:
+    """Layers by letter: E attention and experts, D dense; or a hybrid pattern: M, *, -, and e for experts alone."""
+    config = replace(config, num_layers=len(letters))
+    if set(letters) <= set("ED"):
+        moe = replace(moe, moe_layer_freq=tuple(int(letter == "E") for letter in letters))
+        return GPTModel(config, moe=moe, generator=seeded())
+    layers = LayersConfig(hybrid_layer_pattern=letters.upper())
+    return GPTModel(config, moe=moe if "e" in letters else None, layers=layers, mamba=MAMBA, generator=seeded())
 
-    def __init__(self, favour: str, moe: MoEConfig = DROPLESS, letters: str = "EEE") -> None:
-        super().__init__(replace(moe, **BALANCING["bias"]), letters)
-        for layer in self.layers:
-            router = layer.moe.router
-            with torch.no_grad():
-                if favour == "one":
-                    router.expert_bias.copy_(torch.tensor([100.0, 50.0, 0.0, -50.0]))
-                elif favour == "never the last":
-                    router.expert_bias[-1] = -100.0
-                else:
-                    router.weight.zero_()  # Ties.
+
+def routed_model(favour: str, moe: MoEConfig = DROPLESS, letters: str = "EEE") -> GPTModel:
+    """The biases of its experts decide: all tokens to the first ones, none to the last one, or all scores alike."""
+    model = experts_model(replace(moe, **BALANCING["bias"]), letters)
+    for router in routers(model):
+        with torch.no_grad():
+            assert router.expert_bias is not None
+            if favour == "one":
+                router.expert_bias.copy_(torch.tensor([100.0, 50.0, 0.0, -50.0]))
+            elif favour == "never the last":
+                router.expert_bias[-1] = -100.0
+            else:
+                router.weight.zero_()  # Ties.
+    return model

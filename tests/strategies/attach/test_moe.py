@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from tests.strategies.attach.attached import Loop, schedule, twins
-from tests.strategies.moe_models import BALANCING, DISPATCH, DROPLESS, SHARED, ExpertsModel, Routed
+from tests.strategies.moe_models import BALANCING, DISPATCH, DROPLESS, SHARED, experts_model, routed_model
 
 from graphstep.models.moe import read_and_reset_losses, update_expert_biases
 
@@ -49,7 +49,7 @@ def _cases() -> list[Any]:
 def test_matrix(device: torch.device, dispatch: str, shared: str, balancing: str, modules: Any) -> None:
     moe = replace(DISPATCH[dispatch], **SHARED[shared], **BALANCING[balancing])
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    build = partial(ExpertsModel, moe)
+    build = partial(experts_model, moe)
     loop = twins(device, train, build=build, dtype=dtype, config={"modules": modules}, schedule=schedule("ffbb"))
     num_regions = {PARTIAL: 2, ("moe_router",): 2}.get(modules, 1) * 3
     assert loop.num_replays == num_regions * 3 * 2
@@ -61,7 +61,7 @@ def test_matrix(device: torch.device, dispatch: str, shared: str, balancing: str
 @pytest.mark.parametrize("modules", [PARTIAL, ("moe",)], ids="+".join)
 def test_adversarial_routing(device: torch.device, modules: Any, dispatch: str, favour: str) -> None:
     """All tokens to one expert, an expert with none, and scores that are all the same."""
-    build = partial(Routed, favour, DISPATCH[dispatch])
+    build = partial(routed_model, favour, DISPATCH[dispatch])
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     loop = twins(device, partial(train, num_steps=3), build=build, dtype=dtype, config={"modules": modules})
     assert loop.num_replays > 0
@@ -69,14 +69,14 @@ def test_adversarial_routing(device: torch.device, modules: Any, dispatch: str, 
 
 LAUNCHES: dict[str, tuple[Callable[[], Any], tuple[str, ...], int]] = {
     # attention+router+preprocess, then [postprocess + attention+router+preprocess] twice, then postprocess
-    "experts": (partial(ExpertsModel, DROPLESS, "EEE"), PARTIAL, 4),
-    "experts alone": (partial(ExpertsModel, DROPLESS, "eee"), ("moe_router",), 4),
+    "experts": (partial(experts_model, DROPLESS, "EEE"), PARTIAL, 4),
+    "experts alone": (partial(experts_model, DROPLESS, "eee"), ("moe_router",), 4),
     # attention eager: nothing follows a postprocess directly
-    "router": (partial(ExpertsModel, DROPLESS, "EEE"), ("moe_router",), 6),
+    "router": (partial(experts_model, DROPLESS, "EEE"), ("moe_router",), 6),
     # E, [E's end + attention of D], eager MLP, E, its end
-    "mixed": (partial(ExpertsModel, DROPLESS, "EDE"), PARTIAL, 4),
+    "mixed": (partial(experts_model, DROPLESS, "EDE"), PARTIAL, 4),
     # E, [E's end + D], E, its end
-    "mixed, and whole dense layers": (partial(ExpertsModel, DROPLESS, "EDE"), (*PARTIAL, "mlp"), 4),
+    "mixed, and whole dense layers": (partial(experts_model, DROPLESS, "EDE"), (*PARTIAL, "mlp"), 4),
 }
 
 
@@ -92,6 +92,6 @@ def test_the_end_of_a_layer_is_launched_with_the_next_one(device: torch.device, 
         for _ in range(4):
             loop.step(1)
 
-    loop = twins(device, script, build=partial(ExpertsModel, moe, letters), config={"modules": modules})
+    loop = twins(device, script, build=partial(experts_model, moe, letters), config={"modules": modules})
     assert sum(row.num_launches for row in loop.report.rows) == 2 * num_graphs * 3
     assert sum(row.num_recordings for row in loop.report.rows) == 2 * num_graphs
