@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from graphstep.models.attention import Attention, causal_attention
+from graphstep.models.auxiliary_losses import GradientScale, attach_loss, mark_loss
 from graphstep.models.delayed_scaling import DelayedScaling
 from graphstep.models.embedding import Embedding
 from graphstep.models.float8_linear import Float8Linear, float8_layers, mark_first_microbatch, reduce_amax
@@ -26,6 +27,7 @@ __all__ = [
     "Embedding",
     "Float8Linear",
     "GPTModel",
+    "GradientScale",
     "Initializable",
     "LayerNorm",
     "Linear",
@@ -38,12 +40,14 @@ __all__ = [
     "TransformerLayer",
     "WeightInitializer",
     "apply_rotary",
+    "attach_loss",
     "build_layers",
     "build_norm",
     "causal_attention",
     "float8_layers",
     "initialize_weights",
     "mark_first_microbatch",
+    "mark_loss",
     "reduce_amax",
     "rotary_channels",
     "swiglu",

@@ -50,7 +50,8 @@ class _Mark(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor, None]:
-        ctx.scale.value.copy_(grad_outputs[0])
+        # Compiled layers have saved it for their backward before; this write is the value that they are to read.
+        ctx.scale.value.data.copy_(grad_outputs[0])
         return grad_outputs[0], None
 
 
@@ -65,8 +66,12 @@ class _Attach(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor, Tensor, None, None]:
+        value = ctx.scale.value
+        if torch.compiler.is_compiling():
+            # A compiler computes in the forward what it can, and this buffer is right in the backward only.
+            value = value + 0.0 * grad_outputs[0].flatten()[0]
         # A product even with 1: the buffer itself must not become a gradient.
-        return grad_outputs[0], (ctx.scale.value * ctx.coefficient).to(ctx.dtype), None, None
+        return grad_outputs[0], (value * ctx.coefficient).to(ctx.dtype), None, None
 
 
 def mark_loss(loss: Tensor, scale: GradientScale) -> Tensor:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from tests.models.moe.tiny import MODEL, built_block
+from tests.models.tiny import logged_kernels
 from torch import Tensor, nn
 
 from graphstep.config.moe import MoEConfig
@@ -93,6 +94,25 @@ def copied(theirs: nn.Module, ours: MoEBlock) -> dict[str, tuple[Tensor, Tensor]
             ours.shared_experts.mlp.up.weight.copy_(torch.cat([shared.gate_proj.weight, shared.up_proj.weight]))
             ours.shared_experts.mlp.down.weight.copy_(shared.down_proj.weight)
     return {name: (mine, layout(_gradient_holder(other))) for name, (mine, other, layout) in pairs.items()}
+
+
+def test_fewer_kernels_than_theirs() -> None:
+    theirs, ours = qwen3(normalized=True).bfloat16(), built_block(MOE, dtype=torch.bfloat16)
+    config: Any = theirs.experts.config
+    config._experts_implementation = "grouped_mm"
+    numbers = []
+    for block in (ours, theirs):
+        x = torch.randn(3, 10, MODEL.hidden_size, dtype=torch.bfloat16, requires_grad=True)
+        with logged_kernels() as forward:
+            y = block(x)
+        upstream = torch.randn_like(y)
+        with logged_kernels() as backward:
+            torch.autograd.grad(y, [x, *block.parameters()], upstream)
+        assert forward.count("_grouped_mm") == 2
+        assert backward.count("_grouped_mm") == 4
+        numbers.append((len(forward), len(backward)))
+    assert numbers[0][0] < numbers[1][0]
+    assert numbers[0][1] < numbers[1][1]
 
 
 def _gradient_holder(parameter: Tensor) -> Tensor:

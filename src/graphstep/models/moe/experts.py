@@ -160,7 +160,7 @@ def grouped_product(x_NK: Tensor, weight_EKM: Tensor, ends_E: Tensor) -> Tensor:
     """
     if weight_EKM.is_meta and weight_EKM.dtype is not torch.bfloat16:
         return x_NK @ weight_EKM[0]  # The operator knows fewer types there than elsewhere.
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling():  # A compiler can't ask for the generation of the card in a backward.
         return functional.grouped_mm(x_NK, weight_EKM, offs=ends_E)
     function: Callable[..., Tensor] = _GroupedProduct.apply
     return function(x_NK, weight_EKM, ends_E)

@@ -74,10 +74,11 @@ def row_order_by_capacity(
         capacity: C.
         policy: keep the choices of the highest weight, or those of the first tokens. Ties: the first.
     """
-    choices_N, kept_N = _within_capacity(experts_TK, probs_TK, num_experts, capacity, policy)
-    experts_N = experts_TK.flatten()[choices_N].masked_fill(~kept_N, num_experts)
-    keys_N, again_N = _sorted_by_expert(experts_N, num_experts)
-    choices_N, filled_N = choices_N[again_N], kept_N[again_N]
+    keys_R, choices_R = _by_priority(experts_TK, probs_TK, num_experts, policy)
+    places_R = torch.arange(choices_R.shape[0], device=choices_R.device)
+    kept_R = places_R - torch.searchsorted(keys_R, keys_R) < capacity
+    keys_N, again_N = torch.sort(keys_R.masked_fill(~kept_R, num_experts), stable=True)
+    choices_N, filled_N = choices_R[again_N], keys_N < num_experts
     inverse_N = _inverse(choices_N)
     return RowOrder(
         choices_N,
@@ -96,11 +97,10 @@ def row_order_padded(
 
     Arguments are those of :func:`row_order_by_capacity`; ``ends`` are the multiples of C.
     """
-    choices_R = _by_priority(experts_TK, probs_TK, num_experts, policy)
-    experts_R = experts_TK.flatten()[choices_R]
-    ids_E = torch.arange(num_experts, device=experts_TK.device)
-    starts_E = torch.searchsorted(experts_R, ids_E)
-    ends_E = torch.searchsorted(experts_R, ids_E, right=True)
+    keys_R, choices_R = _by_priority(experts_TK, probs_TK, num_experts, policy)
+    ids_E = torch.arange(num_experts, device=keys_R.device, dtype=keys_R.dtype)
+    starts_E = torch.searchsorted(keys_R, ids_E)
+    ends_E = torch.searchsorted(keys_R, ids_E, right=True)
     places_C = torch.arange(capacity, device=experts_TK.device)
     places_EC = starts_E[:, None] + places_C
     filled_EC = places_EC < ends_E[:, None]
@@ -110,7 +110,7 @@ def row_order_padded(
         choices_N,
         tokens=choices_N // experts_TK.shape[1],
         rows=(experts_TK.flatten() * capacity + rank_R.clamp_max(capacity - 1)).view(experts_TK.shape),
-        ends=((ids_E + 1) * capacity).int(),
+        ends=torch.arange(capacity, num_experts * capacity + 1, capacity, device=keys_R.device, dtype=torch.int32),
         kept=(rank_R < capacity).view(experts_TK.shape),
         filled=filled_EC.flatten(),
     )
@@ -122,8 +122,6 @@ def permute(x_TH: Tensor, order: RowOrder) -> Tensor:
     The gradient of a token is the sum over its choices, gathered, so that it is the same in every run; what a
     grouped product left in the gradients of rows without a choice has no part in it.
     """
-    if torch.compiler.is_compiling():
-        return x_TH[order.tokens]
     function: Callable[..., Tensor] = _Permute.apply
     return function(x_TH, order.tokens, order.rows, order.kept)
 
@@ -134,8 +132,6 @@ def combine(y_NH: Tensor, probs_TK: Tensor, order: RowOrder) -> Tensor:
     Dropped choices count as zero, whatever their row contains, and so do the gradients of rows without a choice.
     Weights in the dtype of the rows make it one matrix product; others, float32 for example, are multiplied in theirs.
     """
-    if torch.compiler.is_compiling():
-        return _weighted_sum(_choices(y_NH, order.rows, order.kept), probs_TK)
     function: Callable[..., Tensor] = _Combine.apply
     return function(y_NH, probs_TK, order.choices, order.tokens, order.rows, order.kept, order.filled)
 
@@ -216,21 +212,13 @@ def _inverse(order_R: Tensor) -> Tensor:
     return torch.empty_like(order_R).scatter_(0, order_R, places_R)
 
 
-def _by_priority(experts_TK: Tensor, probs_TK: Tensor, num_experts: int, policy: TokenDropPolicy) -> Tensor:
-    """All choices by expert, within an expert those first that are kept first."""
+def _by_priority(
+    experts_TK: Tensor, probs_TK: Tensor, num_experts: int, policy: TokenDropPolicy
+) -> tuple[Tensor, Tensor]:
+    """Experts in rising order, and all choices in that order, those first within an expert that are kept first."""
     experts_R = experts_TK.flatten()
     if policy == "position":
-        return _sorted_by_expert(experts_R, num_experts)[1]
+        return _sorted_by_expert(experts_R, num_experts)
     by_weight_R = torch.sort(probs_TK.detach().flatten(), descending=True, stable=True)[1]
-    return by_weight_R[_sorted_by_expert(experts_R[by_weight_R], num_experts)[1]]
-
-
-def _within_capacity(
-    experts_TK: Tensor, probs_TK: Tensor, num_experts: int, capacity: int, policy: TokenDropPolicy
-) -> tuple[Tensor, Tensor]:
-    """All choices in the order of the tokens, and whether each is kept."""
-    choices_R = _by_priority(experts_TK, probs_TK, num_experts, policy)
-    experts_R = experts_TK.flatten()[choices_R]
-    places_R = torch.arange(choices_R.shape[0], device=choices_R.device)
-    kept_R = places_R - torch.searchsorted(experts_R, experts_R) < capacity
-    return places_R, kept_R[_inverse(choices_R)]
+    keys_R, order_R = _sorted_by_expert(experts_R[by_weight_R], num_experts)
+    return keys_R, by_weight_R[order_R]

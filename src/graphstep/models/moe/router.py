@@ -235,8 +235,6 @@ class TopKRouter(nn.Module):
 
 def pick(scores_TE: Tensor, experts_TK: Tensor) -> Tensor:
     """The scores of the chosen experts, whose gradients are written in place of zeros, not added: no atomics."""
-    if torch.compiler.is_compiling():
-        return scores_TE.gather(1, experts_TK)
     function: Callable[..., Tensor] = _Pick.apply
     return function(scores_TE, experts_TK)
 
