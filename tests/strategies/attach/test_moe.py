@@ -13,6 +13,7 @@ import torch
 from tests.strategies.attach.attached import Loop, schedule, twins
 from tests.strategies.moe_models import BALANCING, DISPATCH, DROPLESS, SHARED, experts_model, routed_model
 
+from graphstep.errors import CaptureError
 from graphstep.models.moe import read_and_reset_losses, update_expert_biases
 
 PARTIAL = ("attn", "moe_router", "moe_preprocess")
@@ -95,3 +96,21 @@ def test_the_end_of_a_layer_is_launched_with_the_next_one(device: torch.device, 
     loop = twins(device, script, build=partial(experts_model, moe, letters), config={"modules": modules})
     assert sum(row.num_launches for row in loop.report.rows) == 2 * num_graphs * 3
     assert sum(row.num_recordings for row in loop.report.rows) == 2 * num_graphs
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("policy", ["required", "auto"])
+def test_dropless_experts_in_float32_on_a_gpu(policy: str) -> None:
+    """The product of all experts reads on the host there: an error that says so, or eager with the reason."""
+    device, config = torch.device("cuda"), {"modules": ("moe",), "policy": policy}
+    loop = Loop(device, True, build=experts_model, config=config)
+    loop.step(1)
+    if policy == "required":
+        with pytest.raises(CaptureError, match="grouped matrix product"):
+            loop.step(1)
+    else:
+        with pytest.warns(UserWarning, match="grouped matrix product"):
+            loop.step(1)
+        assert "--bf16" in str(loop.report) or "bfloat16" in str(loop.report)
+        assert loop.num_replays == 0
+    loop.close()
