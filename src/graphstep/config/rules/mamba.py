@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from graphstep.config.rules.rule import Rule, at_least, optional
+from graphstep.config.derived import pattern_layers
+from graphstep.config.rules.rule import Rule, at_least, idle, optional
+
+
+def has_letter(options: Any, letter: str) -> bool:
+    """Does the pattern of layers have this one?"""
+    return options.hybrid_layer_pattern is not None and letter in pattern_layers(options.hybrid_layer_pattern)
 
 
 def _num_heads(options: Any) -> int:
@@ -33,3 +39,16 @@ MAMBA_RULES: tuple[Rule, ...] = (
         fix="change --mamba-num-groups",
     ),
 )
+"""What the layer itself insists on."""
+
+MAMBA_SIZE_RULES: tuple[Rule, ...] = (
+    *(rule for rule in MAMBA_RULES if rule.is_range),
+    *idle(
+        ("mamba_state_dim", "mamba_head_dim", "mamba_num_groups", "mamba_num_heads"),
+        ("hybrid_layer_pattern",),
+        lambda o: not has_letter(o, "M"),
+        "there are no Mamba layers",
+        "add --hybrid-layer-pattern with an M, or leave it out",
+    ),
+)
+"""Those of all configurations: Megatron-LM accepts sizes that do not fit each other."""
