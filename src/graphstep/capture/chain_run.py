@@ -57,8 +57,9 @@ class ChainRun:
         """Of the results handed out, to see whether somebody wrote into them."""
         self._read: list[tuple[Tensor, int]] = []
         """Results of other runs that the backward half of the first pair reads, with their versions."""
-        self.read: dict[int, tuple[ReadAhead, list[int]]] = {}
-        """By index of a pair in a graph of several: what it reads, and the versions at the launch."""
+        self._launched: dict[int, tuple[ReadAhead, list[int]]] = {}
+        """By index of the first pair in a graph of several: what they read, and the versions at the launch."""
+        self._latest_launched = first
         self.num_landmarks = 0
         self.copied: frozenset[int] = frozenset()
         """Pairs whose callers get copies of the results."""
@@ -118,7 +119,8 @@ class ChainRun:
         index = self.latest + 1
         pair = self.chain.pairs[index]
         pair.launch_forward()
-        self._note_launch(index)
+        if pair.forward is not None:
+            self._note_launch(index)
         self._note(index, pair)
 
     def _note(self, index: int, pair: GraphPair) -> None:
@@ -130,8 +132,20 @@ class ChainRun:
         pair.stats.num_replays += 1
 
     def _note_launch(self, index: int) -> None:
-        for place, read in enumerate(self.chain.read_ahead(index), index):
-            self.read[place] = read, read.versions()
+        read = self.chain.read_ahead(index)
+        if read is not None:
+            self._launched[index] = read, read.versions()
+            self._latest_launched = index
+
+    def read_ahead(self, index: int) -> tuple[ReadAhead, int, list[int]] | None:
+        """For the next pair: if it was launched with one before it, what it reads, its place there and the versions."""
+        found = self._launched.get(self._latest_launched) if self.chain.pairs[index].forward is None else None
+        return None if found is None else (found[0], index - self._latest_launched, found[1])
+
+    def _reads_other(self, start: int, index: int) -> bool:
+        """True if what a pair reads was written since the launch of the graph that begins with ``start``."""
+        found = self._launched.get(start)
+        return found is not None and found[0].has_changed(index - start, found[1])
 
     def forward(self, stop: int, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Load the arguments, run the first forward half, and give a tensor for every result up to ``stop``."""
@@ -292,8 +306,7 @@ class ChainRun:
         """What is computed again must read what it has read in the forward."""
         for start, stop in graphs:
             for index in range(self.first + start, self.first + stop) if start in again else ():
-                read, versions = self.read.get(index, (None, []))
-                if read is not None and read.versions() != versions:
+                if self._reads_other(self.first + start, index):
                     raise LifecycleError(
                         "a weight or buffer was written between the forward and the backward of a graph of several "
                         "layers that was used in part, so that it cannot be computed again",

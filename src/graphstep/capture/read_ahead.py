@@ -1,9 +1,14 @@
-"""What a layer reads, to see whether it was written between the launch of its graph and its call."""
+"""What the layers of one graph read, to see whether it was written between the launch and the call of a later one."""
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
 from operator import attrgetter
 from typing import Final
+
+from torch import Tensor
 
 from graphstep.capture.graph_pair import GraphPair
 from graphstep.engine import torch_private
@@ -12,21 +17,44 @@ _version_of: Final = attrgetter("_version")
 
 
 class ReadAhead:
-    """Weights, buffers and other tensors that a pair reads where they are.
+    """Weights, buffers and other tensors that the pairs of a graph read where they are.
 
     One that is launched with a pair before it has run when it is called: what was written meanwhile it has not seen.
     Writes past autograd, such as those through ``.data``, are not seen here either.
     """
 
-    def __init__(self, pair: GraphPair) -> None:
-        self._owned = pair.region.tensors()
-        seen = zip(pair._observation.externals, pair._observation.sources, strict=True)
-        self._others = [source for tensor, source in seen if torch_private.storage_key(tensor) not in pair._known]
+    def __init__(self, pairs: Sequence[GraphPair]) -> None:
+        self._owned = [pair.region.tensors() for pair in pairs]
+        self._flat = [tensor for owned in self._owned for tensor in owned]
+        self._bounds = list(pairwise(accumulate(map(len, self._owned), initial=0)))
+        self._others = [_others(pair) for pair in pairs]
+        self._has_others = any(self._others)
 
     def versions(self) -> list[int]:
-        """They tell whether somebody writes. Cost: less than 0.05 microseconds a tensor."""
-        found = list(map(_version_of, self._owned))
-        if self._others:
-            alive = [source() for source in self._others]
-            found += [-1 if tensor is None else tensor._version for tensor in alive]
+        """They tell whether somebody writes. Cost: less than 0.1 microseconds a tensor."""
+        found = list(map(_version_of, self._flat))
+        if self._has_others:
+            found += [_version_of_source(source) for others in self._others for source in others]
         return found
+
+    def has_changed(self, place: int, versions: Sequence[int]) -> bool:
+        """True if somebody has written into what a pair of the graph reads since the versions were these."""
+        start, stop = self._bounds[place]
+        if list(map(_version_of, self._owned[place])) != versions[start:stop]:
+            return True
+        return self._has_others and self._have_others_changed(place, versions)
+
+    def _have_others_changed(self, place: int, versions: Sequence[int]) -> bool:
+        start = len(self._flat) + sum(map(len, self._others[:place]))
+        others = self._others[place]
+        return list(map(_version_of_source, others)) != versions[start : start + len(others)]
+
+
+def _others(pair: GraphPair) -> list[weakref.ref[Tensor]]:
+    seen = zip(pair._observation.externals, pair._observation.sources, strict=True)
+    return [source for tensor, source in seen if torch_private.storage_key(tensor) not in pair._known]
+
+
+def _version_of_source(source: weakref.ref[Tensor]) -> int:
+    tensor = source()
+    return -1 if tensor is None else tensor._version
