@@ -23,6 +23,7 @@ from graphstep.capture.read_ahead import ReadAhead
 from graphstep.engine import torch_private
 from graphstep.errors import LifecycleError
 
+_is_inference: Final = Tensor.is_inference
 _wants_gradient: Final = attrgetter("requires_grad")
 
 
@@ -109,8 +110,9 @@ class ChainRun:
         for each in chain.pairs[first:stop]:
             handles.append(list(flat[position : position + len(each.outputs)]))
             position += len(each.outputs)
-        result = pair.result_of(handles[0])
-        if stop > first + 1:
+        result = pair.form.of(handles[0])
+        # Nobody can tell whether tensors of inference mode are as before: then each pair is called by itself.
+        if stop > first + 1 and not any(map(_is_inference, tensors)):
             Pending(self, handles, arguments, named, ambient).arm()
         return result
 

@@ -17,7 +17,13 @@ from graphstep.capture.observe import Observation
 from graphstep.capture.parameter_aliases import ParameterAliases
 from graphstep.capture.region import Region
 from graphstep.capture.report import RegionStats
-from graphstep.capture.results import not_reached, parameters_behind, share_memory, with_memory_of_its_own
+from graphstep.capture.results import (
+    ResultForm,
+    not_reached,
+    parameters_behind,
+    share_memory,
+    with_memory_of_its_own,
+)
 from graphstep.capture.saved_tensors import (
     CreatedStorages,
     SavedTensors,
@@ -101,7 +107,6 @@ class GraphPair:
         """Callers get copies of the results, and may keep them."""
         self.owner: object = None
         """Whoever replays it; for their use."""
-        self._returns_plain_tuple = False
         self.takes_all_gradients = False
         """Every result has a place for its gradient."""
         self._reached: list[set[int]] = []
@@ -114,7 +119,7 @@ class GraphPair:
         """Outputs of which a write into one changes another one, and autograd would not know."""
         self._is_own: list[bool] = []
         """For each output, whether the recording made its memory; known where it is poisoned."""
-        self.result_structure: Any = None
+        self.form = ResultForm(())
         self.differentiable: tuple[bool, ...] = ()
         """For each output, whether it has a gradient."""
         self.forward: Recording | None = None
@@ -185,7 +190,7 @@ class GraphPair:
             result = self._call(self.inputs)
         owned = [p for module in self.region.modules for p in module._parameters.values() if p is not None]
         result = with_memory_of_its_own(result, [*self.inputs, *owned])
-        self.outputs, self.result_structure = flatten(result)
+        self.outputs, self.form = flatten(result)[0], ResultForm(result)
         if len(self.outputs) > 1 and not self._observation.saves_by_hooks:
             self._reached = parameters_behind(self.outputs, self._aliases)
         # Looking at what was saved would start a recompute.
@@ -194,7 +199,6 @@ class GraphPair:
         self._is_saved = [saved is None or torch_private.storage_key(output) in saved for output in self.outputs]
         self.shared_results = share_memory(self.outputs)
         self._is_own = [output in self._saved.created for output in self.outputs]
-        self._returns_plain_tuple = type(result) is tuple and all(isinstance(item, Tensor) for item in result)
         return result
 
     def not_reached_from(self, given: Sequence[Tensor | None], following: GraphPair | None) -> list[Tensor]:
@@ -307,10 +311,6 @@ class GraphPair:
         if self._holders is None:
             self._holders = Holders(self.outputs)
         return self._holders
-
-    def result_of(self, outputs: Sequence[Tensor]) -> Any:
-        """The region's result with these tensors in it."""
-        return tuple(outputs) if self._returns_plain_tuple else unflatten(self.result_structure, outputs)
 
     def lost_tensors(self) -> list[str]:
         """Tensors that the recordings read and whose owner has let go of them, in words; for debugging."""
@@ -468,7 +468,7 @@ def capture_backwards(pairs: Sequence[GraphPair], grad_outputs: Sequence[Tensor 
         raise LifecycleError("the forward half is not captured yet", where=last.region.name)
     if any(pair._is_backward_captured for pair in pairs):
         raise LifecycleError("the backward half is captured already", where=last.region.name)
-    last.grad_outputs = list(grad_outputs)
+    last.grad_outputs = last.form.without_repeated(grad_outputs)
 
     def run() -> list[Any]:
         results: list[Any] = []
@@ -481,7 +481,7 @@ def capture_backwards(pairs: Sequence[GraphPair], grad_outputs: Sequence[Tensor 
                     found = pair.grad_inputs[position]
                     if before.differentiable[output] and position not in repeated:
                         given[output] = torch.zeros_like(before.outputs[output]) if found is None else found
-                before.grad_outputs = given
+                before.grad_outputs = before.form.without_repeated(given)
         return results
 
     observation = Observation.joined(pair._observation for pair in pairs)

@@ -115,7 +115,7 @@ class Pending:
         results = self._handles[self._next]
         if run.copied:
             run.fill(run.latest, results)
-        result = pair.result_of(results)
+        result = pair.form.of(results)
         if self._next + 1 < len(self._handles):
             self.arm()
         else:

@@ -11,6 +11,7 @@ from typing import Any, Final, Protocol
 import torch
 from torch import Tensor, nn
 
+from graphstep.capture.ambient import ambient_key
 from graphstep.capture.attributes import Attributes
 from graphstep.capture.chain import Chain, Receiver
 from graphstep.capture.chain_run import ChainRun
@@ -20,7 +21,7 @@ from graphstep.capture.plan import PlanObserver
 from graphstep.capture.reasons import EagerReason
 from graphstep.capture.region import Region
 from graphstep.capture.report import RegionStats
-from graphstep.capture.signature import Signature, ambient_key
+from graphstep.capture.signature import Signature
 from graphstep.capture.tree import flatten
 from graphstep.config import MismatchPolicy
 from graphstep.engine import torch_private

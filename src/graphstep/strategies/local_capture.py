@@ -322,7 +322,8 @@ class _Capturing:
     def _cut(self, segment: list[Key], pairs: list[GraphPair]) -> None:
         """Leave out, from the first one on, those that may not run before they are called."""
         for index in range(1, len(segment)):
-            if not pairs[index].is_pure:
+            # Of a tensor of inference mode nobody can tell whether it was written before the call.
+            if not pairs[index].is_pure or any(map(Tensor.is_inference, pairs[index].region.tensors())):
                 rest = segment[index:]
                 del segment[index:], pairs[index:]
                 self.segments.update(dict.fromkeys(rest, rest))
