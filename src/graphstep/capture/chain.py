@@ -86,9 +86,13 @@ class Chain:
         return self.pairs[index:stop]
 
     def read_ahead(self, index: int) -> ReadAhead | None:
-        """What the pairs read that the forward half of ``index`` launches, itself first; ``None`` if no other one."""
+        """What the pairs read that the forward half of ``index`` launches, itself first.
+
+        ``None`` where nobody asks: if it launches itself alone, and is never computed again for its backward.
+        """
         if index in self._read:
             return self._read[index]
         graph = self.graph_at(index)
-        found = self._read[index] = ReadAhead(graph) if len(graph) > 1 else None
+        is_asked = len(graph) > 1 or (graph[0].is_pure and sum(graph[0].differentiable) > 1)
+        found = self._read[index] = ReadAhead(graph) if is_asked else None
         return found

@@ -17,7 +17,7 @@ from torch import Tensor
 from graphstep.capture.chain import Chain
 from graphstep.capture.graph_pair import GraphPair
 from graphstep.capture.lanes import Span
-from graphstep.capture.merged_backward import by_graph, handed_over, is_partial, recomputed
+from graphstep.capture.merged_backward import by_graph, handed_over, is_partial, recomputed, refuse_other_state
 from graphstep.capture.pending import Pending
 from graphstep.capture.read_ahead import ReadAhead
 from graphstep.engine import torch_private
@@ -56,8 +56,8 @@ class ChainRun:
         self._on_close = on_close
         self._versions: list[list[int]] = []
         """Of the results handed out, to see whether somebody wrote into them."""
-        self._read: list[tuple[Tensor, int]] = []
-        """Results of other runs that the backward half of the first pair reads, with their versions."""
+        self._read: list[tuple[Tensor, int, bool]] = []
+        """Results of other runs that the first pair reads, with their versions, and whether its backward half does."""
         self._launched: dict[int, tuple[ReadAhead, list[int]]] = {}
         """By index of the first pair in a graph of several: what they read, and the versions at the launch."""
         self._latest_launched = first
@@ -104,7 +104,7 @@ class ChainRun:
         leaves = (*wanted, *pair.exposed, *reached, chain.anchor)
         flat: tuple[Tensor, ...] = Replay.apply(self, stop, loaded or tensors, *leaves)  # type: ignore[no-untyped-call]
         self._note(first, pair)
-        self._read = [(pair.inputs[position], pair.inputs[position]._version) for position in pair.saved_inputs]
+        self._read = [(pair.inputs[n], pair.inputs[n]._version, n in pair.saved_inputs) for n in pair.chained]
         handles: list[list[Tensor]] = []
         position = 0
         for each in chain.pairs[first:stop]:
@@ -294,7 +294,7 @@ class ChainRun:
             if pair.versions() != versions:
                 handed = [output for _, output in self.chain.handover] if pair is not pairs[-1] else ()
                 _refuse_if_spoilt(pair, versions, handed)
-        if any(tensor._version != version for tensor, version in self._read):
+        if any(is_saved and tensor._version != version for tensor, version, is_saved in self._read):
             raise LifecycleError(
                 "an argument was changed in place, and the backward needs it as it was",
                 where=pairs[0].region.name,
@@ -308,13 +308,11 @@ class ChainRun:
         """What is computed again must read what it has read in the forward."""
         for start, stop in graphs:
             for index in range(self.first + start, self.first + stop) if start in again else ():
-                if self._reads_other(self.first + start, index):
-                    raise LifecycleError(
-                        "a weight or buffer was written between the forward and the backward of a graph of several "
-                        "layers that was used in part, so that it cannot be computed again",
-                        where=self.chain.pairs[index].region.name,
-                        fix="launch each layer by itself: --cuda-graph-merge-layers 1 (merge_layers=1)",
-                    )
+                is_first = index == self.first
+                has_other = is_first and any(tensor._version != version for tensor, version, _ in self._read)
+                refuse_other_state(
+                    self.chain.pairs[index], has_other=has_other or self._reads_other(self.first + start, index)
+                )
 
     def _done(self) -> tuple[GraphPair, ...]:
         return self.chain.pairs[self.first : self.latest + 1]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Container, Hashable, Mapping, Sequence
+from contextlib import nullcontext
 from operator import attrgetter
 from typing import Any, Final
 
@@ -13,7 +14,7 @@ from graphstep.capture.gradients import GradientHomes, Guests, has_gradient_hook
 from graphstep.capture.holders import Holders
 from graphstep.capture.lanes import Lane
 from graphstep.capture.left_tensors import LeftTensors
-from graphstep.capture.observe import Observation
+from graphstep.capture.observe import Observation, training_flags_set
 from graphstep.capture.parameter_aliases import ParameterAliases
 from graphstep.capture.region import Region
 from graphstep.capture.report import RegionStats
@@ -183,10 +184,7 @@ class GraphPair:
 
     def _run_forward(self) -> Any:
         self._bind_chained()
-        if self.poisons:
-            with self._saved.noted():
-                result = self._call(self.inputs)
-        else:
+        with self._saved.noted() if self.poisons else nullcontext():
             result = self._call(self.inputs)
         owned = [p for module in self.region.modules for p in module._parameters.values() if p is not None]
         result = with_memory_of_its_own(result, [*self.inputs, *owned])
@@ -354,7 +352,7 @@ class GraphPair:
 
     def recompute(self, inputs: Sequence[Tensor]) -> list[Tensor]:
         """Run the region eagerly on its static inputs, or on what another one made; returns its outputs, flat."""
-        with self.left.put_back():
+        with self.left.put_back(), training_flags_set(self.region.modules, self.signature.training):
             return flatten(self._call(inputs))[0]
 
     def load_output_gradients(self, gradients: Sequence[Tensor | None], *, is_chained: bool) -> None:

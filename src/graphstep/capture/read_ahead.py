@@ -1,4 +1,4 @@
-"""What the layers of one graph read, to see whether it was written between the launch and the call of a later one."""
+"""What layers read, to see whether it was written between the launch of their graph and its use."""
 
 from __future__ import annotations
 
@@ -20,11 +20,12 @@ class ReadAhead:
     """Weights, buffers and other tensors that the pairs of a graph read where they are.
 
     One that is launched with a pair before it has run when it is called: what was written meanwhile it has not seen.
-    Writes past autograd, such as those through ``.data``, are not seen here either.
+    And what is computed again for its backward must read what the forward has read. Writes past autograd, such as those
+    through ``.data``, are not seen here either.
     """
 
     def __init__(self, pairs: Sequence[GraphPair]) -> None:
-        self._owned = [pair.region.tensors() for pair in pairs]
+        self._owned = [_owned(pair) for pair in pairs]
         self._flat = [tensor for owned in self._owned for tensor in owned]
         self._bounds = list(pairwise(accumulate(map(len, self._owned), initial=0)))
         self._others = [_others(pair) for pair in pairs]
@@ -50,6 +51,11 @@ class ReadAhead:
         return list(map(_version_of_source, others)) != versions[start : start + len(others)]
 
 
+def _owned(pair: GraphPair) -> list[Tensor]:
+    tensors = [*pair.region.tensors(), *(pair.inputs[position] for position in sorted(pair.in_place))]
+    return [tensor for tensor in tensors if not tensor.is_inference()]  # Nothing tells of writes into those.
+
+
 def _others(pair: GraphPair) -> list[weakref.ref[Tensor]]:
     seen = zip(pair._observation.externals, pair._observation.sources, strict=True)
     return [source for tensor, source in seen if torch_private.storage_key(tensor) not in pair._known]
@@ -57,4 +63,4 @@ def _others(pair: GraphPair) -> list[weakref.ref[Tensor]]:
 
 def _version_of_source(source: weakref.ref[Tensor]) -> int:
     tensor = source()
-    return -1 if tensor is None else tensor._version
+    return -1 if tensor is None or tensor.is_inference() else tensor._version
