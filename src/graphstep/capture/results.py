@@ -23,10 +23,13 @@ class ResultForm:
         tensors, self._structure = flatten(result)
         self.repeated = dict(repeated_in(tensors))
         """Positions of tensors that are the same object as an earlier one, each with the position of that one."""
+        self._is_tensor = isinstance(result, Tensor)
         self._is_plain_tuple = type(result) is tuple and all(isinstance(item, Tensor) for item in result)
 
     def of(self, tensors: Sequence[Tensor]) -> Any:
         """The same form with other tensors in it."""
+        if self._is_tensor:
+            return tensors[0]
         if self.repeated:
             tensors = [tensors[self.repeated.get(position, position)] for position in range(len(tensors))]
         return tuple(tensors) if self._is_plain_tuple else unflatten(self._structure, tensors)
