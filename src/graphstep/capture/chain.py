@@ -47,9 +47,10 @@ class Chain:
     @property
     def shares_copies(self) -> bool:
         """True if a copied argument is read by several pairs."""
-        first = self.pairs[0]
-        num_static = len(first.inputs) - len(first.in_place) - len(self.handover)
-        return len(self.pairs) > 1 and num_static > 0
+        if len(self.pairs) == 1:
+            return False
+        second = self.pairs[1]
+        return len(second.inputs) - len(second.in_place) - len(self.handover) > 0
 
     _look: QuickLook | None = None
     _read: dict[int, ReadAhead | None] = field(default_factory=dict)
@@ -93,6 +94,6 @@ class Chain:
         if index in self._read:
             return self._read[index]
         graph = self.graph_at(index)
-        is_asked = len(graph) > 1 or (graph[0].is_pure and sum(graph[0].differentiable) > 1)
+        is_asked = len(graph) > 1 or (graph[0].runs_again and sum(graph[0].differentiable) > 1)
         found = self._read[index] = ReadAhead(graph) if is_asked else None
         return found

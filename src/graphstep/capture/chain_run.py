@@ -7,6 +7,7 @@ right.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
 from operator import attrgetter
 from typing import Any, Final
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from graphstep.capture.chain import Chain
 from graphstep.capture.graph_pair import GraphPair
+from graphstep.capture.kept_state import KeptState
 from graphstep.capture.lanes import Span
 from graphstep.capture.merged_backward import by_graph, handed_over, is_partial, recomputed, refuse_other_state
 from graphstep.capture.pending import Pending
@@ -61,6 +63,8 @@ class ChainRun:
         self._launched: dict[int, tuple[ReadAhead, list[int]]] = {}
         """By index of the first pair in a graph of several: what they read, and the versions at the launch."""
         self._latest_launched = first
+        self._ahead: list[KeptState] = []
+        """What has been written by pairs that were launched and are still to be called, in order."""
         self.num_landmarks = 0
         self.copied: frozenset[int] = frozenset()
         """Pairs whose callers get copies of the results."""
@@ -91,6 +95,7 @@ class ChainRun:
         """
         chain, first = self.chain, self.first
         pair = chain.pairs[first]
+        pair.session.settle_ahead()
         stop = len(chain.pairs)
         wanted = [tensor for tensor in tensors if tensor.requires_grad]
         # Of each pair one parameter: so that a backward pass towards parameters alone comes by here, and is refused.
@@ -120,6 +125,8 @@ class ChainRun:
         """Run the forward half of the next pair."""
         index = self.latest + 1
         pair = self.chain.pairs[index]
+        if pair.forward is None and pair.kept is not None:
+            del self._ahead[0]
         pair.launch_forward()
         if pair.forward is not None:
             self._note_launch(index)
@@ -135,19 +142,35 @@ class ChainRun:
 
     def _note_launch(self, index: int) -> None:
         read = self.chain.read_ahead(index)
-        if read is not None:
-            self._launched[index] = read, read.versions()
-            self._latest_launched = index
+        if read is None:
+            return
+        self._launched[index] = read, read.versions()
+        self._latest_launched = index
+        if read.kept:
+            self._ahead = list(read.kept)
+            for kept in self._ahead:
+                kept.note()
+            self.chain.pairs[index].session.ahead = weakref.ref(self)
+
+    def undo_ahead(self) -> None:
+        """What was launched and will not be called has not run: put back what it has written.
+
+        Raises:
+            LifecycleError: somebody has written there since.
+        """
+        ahead, self._ahead = self._ahead, []
+        for kept in reversed(ahead):
+            kept.undo()
 
     def read_ahead(self, index: int) -> tuple[ReadAhead, int, list[int]] | None:
         """For the next pair: if it was launched with one before it, what it reads, its place there and the versions."""
         found = self._launched.get(self._latest_launched) if self.chain.pairs[index].forward is None else None
         return None if found is None else (found[0], index - self._latest_launched, found[1])
 
-    def _reads_other(self, start: int, index: int) -> bool:
-        """True if what a pair reads was written since the launch of the graph that begins with ``start``."""
+    def _is_as_in_forward(self, start: int, index: int) -> bool:
+        """True unless what a pair reads was written since the launch of the graph that begins with ``start``."""
         found = self._launched.get(start)
-        return found is not None and found[0].has_changed(index - start, found[1])
+        return found is None or found[0].is_as_in_forward(index - start, found[1])
 
     def forward(self, stop: int, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Load the arguments, run the first forward half, and give a tensor for every result up to ``stop``."""
@@ -229,6 +252,7 @@ class ChainRun:
             StaleAddressError: a gradient has moved.
         """
         done = self._done()
+        done[0].session.settle_ahead()
         if self._before_backward is not None:
             self._before_backward(done[-1])
         given = self._checked(done, gradients)
@@ -310,9 +334,8 @@ class ChainRun:
             for index in range(self.first + start, self.first + stop) if start in again else ():
                 is_first = index == self.first
                 has_other = is_first and any(tensor._version != version for tensor, version, _ in self._read)
-                refuse_other_state(
-                    self.chain.pairs[index], has_other=has_other or self._reads_other(self.first + start, index)
-                )
+                is_same = not has_other and self._is_as_in_forward(self.first + start, index)
+                refuse_other_state(self.chain.pairs[index], has_other=not is_same)
 
     def _done(self) -> tuple[GraphPair, ...]:
         return self.chain.pairs[self.first : self.latest + 1]
@@ -345,7 +368,7 @@ def _computed_again(
             for _, output in pairs[stop].chained.values():
                 if pairs[stop - 1].differentiable[output]:
                     found[-1][output] = pairs[stop - 1].outputs[output]
-        is_chained = not (is_partial(graph, found, is_chained=is_chained) and all(pair.is_pure for pair in graph))
+        is_chained = not (is_partial(graph, found, is_chained=is_chained) and all(pair.runs_again for pair in graph))
         if not is_chained:
             again.add(start)
     return again
@@ -396,7 +419,7 @@ def _refuse_if_spoilt(pair: GraphPair, versions: Sequence[int], read_by_next: Co
 
 
 def _refuse_if_partial(graph: Sequence[GraphPair], given: Sequence[Sequence[Tensor | None]], *, is_last: bool) -> None:
-    if all(pair.is_pure for pair in graph):
+    if all(pair.runs_again for pair in graph):
         return
     if len(graph) > 1 or graph[-1].backward is None:
         if is_partial(graph, given, is_chained=not is_last):

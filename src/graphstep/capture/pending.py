@@ -126,9 +126,11 @@ class Pending:
         """Expect nothing any more and let go of the results that were not asked for."""
         if self._receiver is not None and self._receiver.pending is self:
             self._receiver.pending = None
-        self._run = None
+        run, self._run = self._run, None
         self._handles, self._expected, self._versions = [], [], []
         self._arguments, self._named = [], []
+        if run is not None:
+            run.undo_ahead()
 
     def _live_run(self) -> ChainRun:
         if self._run is None:

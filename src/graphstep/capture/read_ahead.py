@@ -30,6 +30,10 @@ class ReadAhead:
         self._bounds = list(pairwise(accumulate(map(len, self._owned), initial=0)))
         self._others = [_others(pair) for pair in pairs]
         self._has_others = any(self._others)
+        self.kept = [pair.kept for pair in pairs[1:] if pair.kept is not None]
+        """What pairs write that run before their calls, in order."""
+        self._pairs_kept = [pair.kept for pair in pairs]
+        self._only_in_backward = [pair._observation.only_in_backward for pair in pairs]
 
     def versions(self) -> list[int]:
         """They tell whether somebody writes. Cost: less than 0.1 microseconds a tensor."""
@@ -44,6 +48,20 @@ class ReadAhead:
         if list(map(_version_of, self._owned[place])) != versions[start:stop]:
             return True
         return self._has_others and self._have_others_changed(place, versions)
+
+    def is_as_in_forward(self, place: int, versions: Sequence[int]) -> bool:
+        """True if what the forward half of a pair reads has still these versions, or can be put back."""
+        start, _ = self._bounds[place]
+        changed = [t for t, version in zip(self._owned[place], versions[start:], strict=False) if t._version != version]
+        return all(self._is_as_good_as_unchanged(place, tensor) for tensor in changed) and not (
+            self._has_others and self._have_others_changed(place, versions)
+        )
+
+    def _is_as_good_as_unchanged(self, place: int, tensor: Tensor) -> bool:
+        kept = self._pairs_kept[place]
+        if kept is not None and kept.owns(tensor):
+            return True
+        return torch_private.storage_key(tensor) in self._only_in_backward[place]
 
     def _have_others_changed(self, place: int, versions: Sequence[int]) -> bool:
         start = len(self._flat) + sum(map(len, self._others[:place]))

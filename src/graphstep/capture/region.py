@@ -21,6 +21,8 @@ class Region:
     """Any nesting of tensors in and out. Changes no Python state."""
     modules: tuple[nn.Module, ...] = field(repr=False)
     """The modules inside, descendants included: their training flags are part of the signature."""
+    is_rest: bool = False
+    """It begins inside of a layer and ends with it: it is launched together with what follows it directly."""
 
     @property
     def is_parametrized(self) -> bool:

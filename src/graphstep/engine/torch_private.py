@@ -148,6 +148,17 @@ def all_bytes(tensor: Tensor) -> Tensor:
         return raw.set_(tensor.untyped_storage())
 
 
+def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    """Copy each source to its target: one kernel where torch has one for many tensors."""
+    copy = getattr(torch, "_foreach_copy_", None)
+    with torch.no_grad():
+        if copy is not None and len(targets) > 1:
+            copy(list(targets), list(sources))
+            return
+        for target, source in zip(targets, sources, strict=True):
+            target.copy_(source)
+
+
 class WeakStorage:
     """Holds a storage's identity without its memory: as long as this lives, no other storage gets the same key."""
 

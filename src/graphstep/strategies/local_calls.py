@@ -22,6 +22,7 @@ from graphstep.capture.plan import PlanObserver
 from graphstep.capture.reasons import EagerReason
 from graphstep.capture.region import Region
 from graphstep.capture.report import RegionStats
+from graphstep.capture.session import GraphSession
 from graphstep.capture.signature import Signature
 from graphstep.capture.tree import flatten
 from graphstep.config import MismatchPolicy
@@ -66,6 +67,7 @@ _REFUSED: Final[Mapping[EagerReason | None, tuple[str, str]]] = {
 class Host(Protocol):
     """What a region needs of the one who captures it."""
 
+    session: GraphSession
     observed: ObservedCalls
     on_mismatch: MismatchPolicy
     device_type: str
@@ -244,6 +246,7 @@ class RegionCalls:
         host = self._host
         if host.is_capturing:
             return self.region.function(*arguments, **named)
+        host.session.settle_ahead()
         reason = never_replayed()
         if reason is None and torch_private.weights_are_cached() and self.region.is_parametrized:
             reason = EagerReason.CACHED_WEIGHTS
