@@ -87,15 +87,6 @@ class Attributes:
     def _walked(self) -> _Noted:
         return _walk(self._modules, self._callables)
 
-    def _refuse_collected(self, now: _Noted, where: str) -> None:
-        roots = tuple(path for path, _ in self._callables)
-        changed = [
-            path
-            for path in dict.fromkeys([*self._noted.values, *now.values])
-            if path.startswith(roots) and not _is_same(now.values.get(path, _GONE), self._noted.values.get(path, _GONE))
-        ]
-        refuse_collected(changed, where)
-
     def ignore_changed(self) -> None:
         """Leave out those that have another value by now, or are new: the captured function sets them itself."""
         if self._look.holds():
@@ -156,8 +147,12 @@ class Attributes:
                 gradient, or drew random numbers on the host.
         """
         now = self._walked()
-        if self._callables:
-            self._refuse_collected(now, where)
+        roots = tuple(path for path, _ in self._callables)
+        paths = [path for path in {**self._noted.values, **now.values} if path.startswith(roots)]
+        refuse_collected(
+            [path for path in paths if not _is_same(now.values.get(path, _GONE), self._noted.values.get(path, _GONE))],
+            where,
+        )
         drawn = [path for path, generator, state in self._noted.generators if _state_of(generator) != state]
         if drawn:
             raise CaptureError(

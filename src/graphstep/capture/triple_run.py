@@ -84,6 +84,7 @@ class TripleRun(ChainRun):
         self._unreached = triple.not_reached_from(given, None)
         is_other = triple.gets_unknown(given) or triple.misses_some(given)
         if is_other and triple.is_pure:
+            self._refuse_other_state({0}, [(0, 1)])
             self._again = _Recomputed(triple, given)
             incoming: Sequence[Tensor | None] = self._again.incoming
         elif triple.gets_unknown(given):

@@ -11,6 +11,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
+from graphstep.capture.ambient import ambient_key
 from graphstep.capture.attributes import Attributes
 from graphstep.capture.chain import Chain
 from graphstep.capture.chain_run import ChainRun
@@ -24,7 +25,7 @@ from graphstep.capture.reasons import EagerReason
 from graphstep.capture.region import Region
 from graphstep.capture.report import CaptureReport, RegionStats
 from graphstep.capture.session import GraphSession
-from graphstep.capture.signature import Signature, ambient_key, repeated_in
+from graphstep.capture.signature import Signature, repeated_in
 from graphstep.capture.tree import flatten
 from graphstep.capture.triple_run import TripleRun, WaitingRun
 from graphstep.errors import InputMismatchError, LifecycleError, PlanError
