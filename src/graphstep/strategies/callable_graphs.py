@@ -298,16 +298,11 @@ class CallableGraphs:
             return captured.region.function(*arguments, **named)
         self._takes_turn(scheduled)
         begins = partial(self._backward, scheduled)
-        triple = scheduled.chain.pairs[0] if scheduled.chain is not None else None
-        if isinstance(triple, GraphTriple):
+        if scheduled.weight_gradients is not None:
             wait = partial(self._waiting.__setitem__, scheduled)
-            return EagerTriple(
-                captured.region.function, self._closed, begins, wait, is_undivided=triple.is_undivided
-            ).start(arguments, named)
-        forward = EagerForward(begins, self._closed)
-        result = captured.region.function(*arguments, **named)
-        forward.watch(result)
-        return result
+            run = EagerTriple(captured.region.function, captured.region.name, self._closed, begins, wait)
+            return run.start(arguments, named)
+        return EagerForward(begins, self._closed).run(captured.region.function, *arguments, **named)
 
     # ----- the order
 

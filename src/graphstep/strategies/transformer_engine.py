@@ -14,7 +14,8 @@ from graphstep.capture.report import CaptureReport
 from graphstep.capture.session import GraphSession
 from graphstep.capture.static_inputs import to_device
 from graphstep.config import CudaGraphConfig
-from graphstep.errors import ConfigError, InputMismatchError, LifecycleError, Problem
+from graphstep.errors import ConfigError, InputMismatchError, LifecycleError, PlanError, Problem
+from graphstep.strategies.order_problems import is_whole
 from graphstep.strategies.order_steps import steps_of
 from graphstep.strategies.ordered_graphs import OrderedGraphs
 from graphstep.strategies.pipeline_order import pipeline_order
@@ -46,7 +47,8 @@ class TECudaGraphHelper:
         pipeline_size: stages.
         pipeline_rank: of this stage, from 0.
         microbatch_group_size: of an interleaved schedule; by default the number of stages.
-        order: in place of the numbers above, as ``_order`` of :func:`graphstep.make_graphed_callables`.
+        order: in place of the numbers above, as ``_order`` of :func:`graphstep.make_graphed_callables`. Where it has
+            entries for weight gradients, each is a call of :meth:`backward_dw`.
         session: owner of the graphs; by default a new one on the device of the first parameter.
 
     Raises:
@@ -83,9 +85,6 @@ class TECudaGraphHelper:
             )
         self.steps = steps_of(order, num_chunks=len(chunks), names="order")
         """The schedule that is captured."""
-        if any(step.phase is Phase.WEIGHT_GRADIENT for step in self.steps):
-            what = "the order has entries of their own for weight gradients, which graphs of layers do not have"
-            raise ConfigError(Problem("te-weight-gradients", what, "order", "leave the entries out that end in .5"))
         self._sizes = micro_batch_size, seq_length
         self._graphs = OrderedGraphs(chunks, config, session=session)
         self._has_captured = self._is_deleted = False
@@ -156,6 +155,36 @@ class TECudaGraphHelper:
             )
         graphs.set_manual_hooks(hook)
 
+    def backward_dw(self, chunk: int = 0) -> None:
+        """Accumulate the weight gradients of the next microbatch of a model chunk, last layer first.
+
+        For orders with entries for weight gradients. Backwards of captured layers give the gradients of the inputs
+        only then; weights outside of them have theirs from the backward. Before :meth:`create_cudagraphs` and after
+        :meth:`delete_cuda_graphs` backwards compute everything, and this does nothing: so it may be called from the
+        first step on.
+
+        Args:
+            chunk: from 0.
+
+        Raises:
+            PlanError: names the turn that was expected and the one that came; or the order has no such entries.
+            ConfigError: there is no such chunk.
+            LifecycleError: a result of a layer was changed in place, or a parameter got a hook, since its forward; or
+                this is called inside of a backward.
+            StaleAddressError: a gradient has moved.
+        """
+        if not any(step.phase is Phase.WEIGHT_GRADIENT for step in self.steps):
+            raise PlanError(
+                "backwards compute the gradients of the weights as well; they have no turn of their own",
+                where="backward_dw",
+                fix="leave backward_dw() out, or give order with an entry -n - 0.5 for each backward -n",
+            )
+        num_chunks = 1 + max(step.chunk for step in self.steps)
+        if not is_whole(chunk) or not 0 <= chunk < num_chunks:
+            what = f"a model chunk is from 0 and below {num_chunks}, got {chunk!r}"
+            raise ConfigError(Problem("te-chunk", what, "argument chunk", "count the chunks from 0"))
+        self._graphs.weight_gradients(chunk)
+
     def capture_finished(self) -> bool:
         """True once :meth:`create_cudagraphs` has succeeded; stays so after :meth:`delete_cuda_graphs`."""
         return self._has_captured
@@ -167,7 +196,8 @@ class TECudaGraphHelper:
     def delete_cuda_graphs(self) -> None:
         """Free the graphs; the layers run eagerly from now on. May be called at any time, and twice.
 
-        What is in flight keeps its backward: memory is free when the last one has run, or its results are gone.
+        What is in flight keeps its backward: memory is free when the last one has run, or its results are gone. Weight
+        gradients that wait for their turn are computed here.
         """
         self._is_deleted = True
         self._graphs.delete()

@@ -94,11 +94,6 @@ def test_a_helper_that_is_refused_leaves_the_model_as_it_was() -> None:
     assert all("forward" not in layer.__dict__ for chunk in chunks for layer in chunk.layers)
 
 
-def test_weight_gradients_of_their_own_are_refused() -> None:
-    with pytest.raises(ConfigError, match="entries of their own for weight gradients"):
-        TECudaGraphHelper(Decoder(), CudaGraphConfig(impl=TE), 6, 2, order=(1, -1, -1.5))
-
-
 def test_a_policy_that_captures_nothing(device: torch.device) -> None:
     run = Run(device, "none", build=THREE)
     helper = TECudaGraphHelper(run.model, CudaGraphConfig(impl=TE, policy="off"), 6, 2)
