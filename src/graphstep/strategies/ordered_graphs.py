@@ -26,9 +26,11 @@ from graphstep.engine import torch_private
 from graphstep.errors import CaptureError, ConfigError, LifecycleError, PlanError, Problem
 from graphstep.strategies.eager_forward import EagerForward
 from graphstep.strategies.local_calls import RegionCalls
+from graphstep.strategies.local_layers import Named
 from graphstep.strategies.manager import CudaGraphManager
 from graphstep.strategies.order_cursor import OrderCursor, Turn
 from graphstep.strategies.order_steps import OrderStep
+from graphstep.strategies.ordered_calls import OrderedCalls
 from graphstep.strategies.ordered_plan import ordered_plan
 from graphstep.strategies.recorded_passes import RecordedPasses, joined
 from graphstep.strategies.waiting_weights import Place, WaitingWeights
@@ -113,6 +115,9 @@ class OrderedGraphs(CudaGraphManager):
         self._plan, self._handovers = Plan(), dict[Key, Handover]()
         self.num_slots: tuple[int, ...] = ()
         """Sets of graphs of each chunk: as many as microbatches are in flight."""
+
+    def _make_calls(self, region: Region, modules: Named) -> RegionCalls:
+        return OrderedCalls(region, modules, self, self.session.stats(region.name, region.kind))
 
     def _find_chunks(self, chunks: Sequence[nn.Module]) -> Mapping[Region, int]:
         owners: dict[int, int] = {}

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import islice
 from typing import Any
 
@@ -15,7 +16,7 @@ from graphstep.capture.session import GraphSession
 from graphstep.capture.static_inputs import to_device
 from graphstep.config import CudaGraphConfig
 from graphstep.errors import ConfigError, InputMismatchError, LifecycleError, PlanError, Problem
-from graphstep.strategies.order_problems import is_whole
+from graphstep.strategies.order_problems import is_whole, raise_if_any, size_problems
 from graphstep.strategies.order_steps import steps_of
 from graphstep.strategies.ordered_graphs import OrderedGraphs
 from graphstep.strategies.pipeline_order import pipeline_order
@@ -52,7 +53,7 @@ class TECudaGraphHelper:
         session: owner of the graphs; by default a new one on the device of the first parameter.
 
     Raises:
-        ConfigError: no layer can be captured, sizes that make no schedule, or another ``impl``.
+        ConfigError: no layer can be captured, sizes or an order that make no schedule, or another ``impl``.
     """
 
     def __init__(
@@ -71,9 +72,7 @@ class TECudaGraphHelper:
         session: GraphSession | None = None,
     ) -> None:
         del optimizers
-        chunks = [model] if isinstance(model, nn.Module) else list(model)
-        if not chunks:
-            raise ConfigError(Problem("te-no-model", "there is no model chunk", "model", "give a module"))
+        chunks = _checked_chunks(model, config, {"seq_length": seq_length, "micro_batch_size": micro_batch_size})
         if order is None:
             is_single = pipeline_size == 1 and len(chunks) == 1
             order = pipeline_order(
@@ -86,7 +85,10 @@ class TECudaGraphHelper:
         self.steps = steps_of(order, num_chunks=len(chunks), names="order")
         """The schedule that is captured."""
         self._sizes = micro_batch_size, seq_length
-        self._graphs = OrderedGraphs(chunks, config, session=session)
+        try:
+            self._graphs = OrderedGraphs(chunks, config, session=session)
+        except ConfigError as error:
+            raise ConfigError([_without_flags(problem) for problem in error.problems]) from None
         self._has_captured = self._is_deleted = False
 
     @property
@@ -214,6 +216,33 @@ class TECudaGraphHelper:
                 fix="make a new TECudaGraphHelper, run a training step, then call create_cudagraphs()",
             )
         return self._graphs
+
+
+def _checked_chunks(model: Any, config: Any, sizes: Mapping[str, int]) -> list[nn.Module]:
+    problems = size_problems(sizes)
+    chunks = list(model) if isinstance(model, Iterable) and not isinstance(model, nn.Module) else [model]
+    if not chunks:
+        problems.append(Problem("te-no-model", "there is no model chunk", "model", "give a module"))
+    for chunk in chunks:
+        if not isinstance(chunk, nn.Module):
+            what = f"a model chunk is a torch.nn.Module, got a {type(chunk).__name__}"
+            problems.append(Problem("te-no-module", what, "model", "give the model, or a list of its chunks"))
+    if not isinstance(config, CudaGraphConfig):
+        what = f"config is a CudaGraphConfig, got a {type(config).__name__}"
+        fix = "give graphstep.config.CudaGraphConfig(impl='transformer_engine')"
+        problems.append(Problem("te-config", what, "config", fix))
+    raise_if_any(problems)
+    return chunks
+
+
+def _without_flags(problem: Problem) -> Problem:
+    """For a loop of one's own, which has no command line."""
+    if problem.code != "nothing-to-capture":
+        return problem
+    fix = problem.fix
+    if "attach(" in fix:
+        fix = "make them of segments (graphstep.models.SegmentedModule), or use graphstep.make_graphed_callables"
+    return replace(problem, where="CudaGraphConfig.modules", fix=fix)
 
 
 class TransformerEngineGraphs:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from tests.strategies.models import Decoder, in_order
 from tests.strategies.runs import Run, insist_on_the_same_bits
-from torch import Tensor
+from torch import Tensor, nn
 
 from graphstep.config import CudaGraphConfig
 from graphstep.errors import ConfigError
@@ -103,3 +103,17 @@ def test_a_policy_that_captures_nothing(device: torch.device) -> None:
     assert not helper.graphs_created()
     assert helper.report().rows == ()
     helper.delete_cuda_graphs()
+
+
+def test_arguments_that_make_no_helper() -> None:
+    with pytest.raises(ConfigError) as caught:
+        TECudaGraphHelper([Decoder(), 3], None, "6", 0)  # type: ignore[list-item, arg-type]
+    assert [problem.where for problem in caught.value.problems] == [
+        "argument seq_length",
+        "argument micro_batch_size",
+        "model",
+        "config",
+    ]
+    with pytest.raises(ConfigError) as caught:
+        TECudaGraphHelper(nn.Sequential(nn.Linear(2, 2)), CudaGraphConfig(impl=TE), 6, 2)
+    assert "make_graphed_callables" in caught.value.problems[0].fix
