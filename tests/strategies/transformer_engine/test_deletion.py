@@ -117,3 +117,18 @@ def test_arguments_that_make_no_helper() -> None:
     with pytest.raises(ConfigError) as caught:
         TECudaGraphHelper(nn.Sequential(nn.Linear(2, 2)), CudaGraphConfig(impl=TE), 6, 2)
     assert "make_graphed_callables" in caught.value.problems[0].fix
+
+
+@pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
+def test_results_from_before_the_capture_may_be_dropped_after_it(device: torch.device) -> None:
+    run = Run(device, "none", build=THREE)
+    helper = TECudaGraphHelper(run.model, CudaGraphConfig(impl=TE), 6, 2)
+    batch = {name: tensor.to(device) for name, tensor in run.batch().items()}
+    run.step(1)
+    kept = run.model(**batch)
+    helper.create_cudagraphs()
+    del kept
+    gc.collect()
+    run.step(1)
+    assert [row.num_replays for row in helper.report().rows] == [1, 1, 1]
+    helper.delete_cuda_graphs()
