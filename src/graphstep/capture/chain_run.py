@@ -213,15 +213,7 @@ class ChainRun:
                 where=where,
                 fix="run the backward of every forward before close() or the end of the `with` block",
             )
-        if torch.is_grad_enabled():
-            # Gradients that a replay gives have no history: a loss that is made of them would lose a part in silence.
-            raise LifecycleError(
-                "a backward that can be differentiated again was asked for (create_graph=True), and a captured "
-                "backward gives no second derivatives",
-                where=where,
-                fix="leave this module out of the captured ones; or call backward without create_graph, if its "
-                "gradients are not differentiated",
-            )
+        refuse_second_derivatives(where)
         if self._has_run:
             raise LifecycleError(
                 "the backward of this call has run already, and the memory of its forward is used again",
@@ -353,6 +345,24 @@ class ChainRun:
 
     def __del__(self) -> None:
         self.close()
+
+
+def refuse_second_derivatives(where: str) -> None:
+    """Refuse a backward under ``create_graph=True``.
+
+    Gradients that a replay gives have no history: a loss that is made of them would lose a part in silence.
+
+    Raises:
+        LifecycleError: second derivatives are wanted.
+    """
+    if torch.is_grad_enabled():
+        raise LifecycleError(
+            "a backward that can be differentiated again was asked for (create_graph=True), and a captured "
+            "backward gives no second derivatives",
+            where=where,
+            fix="leave this module out of the captured ones; or call backward without create_graph, if its "
+            "gradients are not differentiated",
+        )
 
 
 def _computed_again(

@@ -88,18 +88,11 @@ class Host(Protocol):
     def observed_call(self) -> PlanObserver | None:
         """The one who is told of a call that runs eagerly, if anybody is."""
 
-    def run_opened(self) -> Callable[[], None]:
-        """A run is in flight from now on. Returns what is called when it is over."""
+    def open_run(self, chain: Chain, index: int) -> ChainRun:
+        """A run that begins with this pair of a chain, in flight from now on."""
 
-    def before_run(self, chain: Chain, index: int) -> Callable[[GraphPair], None] | None:
-        """A run is about to begin with this pair of a chain.
-
-        Returns:
-            What is called before its backward, with the last pair that has run forward.
-        """
-
-    def not_replayed(self, calls: RegionCalls, reason: EagerReason) -> Callable[[Any], None] | None:
-        """No chain can serve a call, for this reason. Returns what is called with the result of its eager run."""
+    def not_replayed(self, calls: RegionCalls, reason: EagerReason) -> Callable[..., Any]:
+        """No chain can serve a call, for this reason. Returns what runs instead."""
 
     def verify(self) -> None:
         """Refuse to go on if something moved."""
@@ -294,9 +287,7 @@ class RegionCalls:
                 if found is None:
                     if self.manual_hook is not None:
                         self.manual_hook()
-                    check = host.before_run(chain, index)
-                    run = ChainRun(chain, index, host.run_opened(), check)
-                    return run.start(tensors, arguments, named, signature.ambient.key)
+                    return host.open_run(chain, index).start(tensors, arguments, named, signature.ambient.key)
                 reasons.append(found)
             if self._was_written and EagerReason.OUT_OF_ORDER in reasons:
                 reasons.insert(0, EagerReason.WRITTEN_BETWEEN)
@@ -341,12 +332,9 @@ class RegionCalls:
         return EagerReason.TOO_MANY_SIGNATURES if self.is_full else EagerReason.OTHER_SIGNATURE
 
     def _eager(self, reason: EagerReason, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        afterwards = self._host.not_replayed(self, reason)
+        function = self._host.not_replayed(self, reason)
         self.stats.eager_calls[reason] += 1
-        result = self.region.function(*arguments, **named)
-        if afterwards is not None:
-            afterwards(result)
-        return result
+        return function(*arguments, **named)
 
     def _observed(
         self,
