@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
-import random
 import sys
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
@@ -12,12 +10,14 @@ from enum import Enum
 from itertools import chain, repeat
 from operator import is_
 from types import MemberDescriptorType, ModuleType
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
-import numpy as np
 from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from graphstep.capture.fast_check import all_same
+from graphstep.capture.randomness import set_state, state_of
 from graphstep.engine import torch_private
 from graphstep.errors import CaptureError
 
@@ -26,7 +26,7 @@ _MODULE_HOOKS: Final = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_h
 _PLAIN: Final = (bool, int, float, str)
 _TENSOR_HOOKS: Final = ("_backward_hooks", "_post_accumulate_grad_hooks")
 _SEQUENCES: Final = (list, tuple, deque, set, frozenset)
-_OF_LIBRARIES: Final = frozenset(sys.stdlib_module_names) - {"types", "argparse"} | {"torch", "numpy"}
+OF_LIBRARIES: Final = frozenset(sys.stdlib_module_names) - {"types", "argparse"} | {"torch", "numpy"}
 """Not looked into, except for namespaces: loggers, locks and the like change without a meaning."""
 _DEPTH: Final = 3
 _MOST_ENTRIES: Final = 1000
@@ -34,6 +34,21 @@ _LARGE_OBJECT: Final = 8
 """Entries."""
 
 Named = tuple[str, nn.Module]
+
+
+class Place(NamedTuple):
+    """One variable, or one attribute of an object, that is no module's."""
+
+    path: str
+    owner: Any
+    """A dict, or an object with an attribute."""
+    key: str
+    is_whole: bool
+    """What lies in its value counts as well."""
+
+    def value(self) -> Any:
+        """What is there now."""
+        return self.owner.get(self.key, _GONE) if isinstance(self.owner, dict) else getattr(self.owner, self.key, _GONE)
 
 
 class Attributes:
@@ -50,13 +65,19 @@ class Attributes:
         modules: name and module, each once; first the one whose forward is captured.
         hooks_of: name and module of those whose hooks run inside the recording.
         parameters_of: name and module of those whose parameters' hooks run inside the recording.
+        places: what else is read. Lists and dicts there may be filled by a run.
     """
 
     def __init__(
-        self, modules: Iterable[Named], *, hooks_of: Iterable[Named] = (), parameters_of: Iterable[Named] = ()
+        self,
+        modules: Iterable[Named],
+        *,
+        hooks_of: Iterable[Named] = (),
+        parameters_of: Iterable[Named] = (),
+        places: Iterable[Place] = (),
     ) -> None:
-        self._modules = list(modules)
-        self._noted = _walk(self._modules)
+        self._modules, self._places = list(modules), list(places)
+        self._noted = _walk(self._modules, self._places)
         self._module_hooks: list[tuple[str, Mapping[int, Any], tuple[int, ...]]] = []
         self._tensor_hooks: list[tuple[str, Tensor, str, tuple[int, ...]]] = []
         has_inner = False
@@ -81,7 +102,7 @@ class Attributes:
         """Leave out those that have another value by now, or are new: the captured function sets them itself."""
         if self._look.holds():
             return
-        now = _walk(self._modules)
+        now = _walk(self._modules, self._places)
         gone = {p for p, value in self._noted.values.items() if not _is_same(now.values.get(p, _GONE), value)}
         self._noted = now.without({*gone, *(path for path in now.values if path not in self._noted.values)})
         self._look = FastLook([self])
@@ -106,7 +127,7 @@ class Attributes:
 
     def again(self) -> Attributes:
         """The attributes of the same modules as they are now, those that were left out as well; no hooks."""
-        return Attributes(self._modules)
+        return Attributes(self._modules, places=self._places)
 
     def places(self) -> Iterator[tuple[Any, Any, Any]]:
         """Owner, key and noted value: of dicts, attributes and slots, and of lists by position."""
@@ -132,8 +153,8 @@ class Attributes:
             CaptureError: it counted, kept a history, carried a tensor over to the next run, left one that has a
                 gradient, or drew random numbers on the host.
         """
-        now = _walk(self._modules)
-        drawn = [path for path, generator, state in self._noted.generators if _state_of(generator) != state]
+        now = _walk(self._modules, self._places)
+        drawn = [path for path, generator, state in self._noted.generators if state_of(generator) != state]
         if drawn:
             raise CaptureError(
                 f"each run draws host randomness from {', '.join(drawn)}; a replay runs no Python, and would go on "
@@ -259,6 +280,8 @@ class _Noted:
     """Those of modules and objects too, each with its keys."""
     sequences: list[tuple[str, Any, tuple[Any, ...]]] = field(default_factory=list)
     """Lists, deques and sets, each with what is in it."""
+    num_strict: int = 0
+    """How many of them, from the first, are of modules: a run that fills others may fill them once, as caches are."""
     large: list[tuple[str, Any, int]] = field(default_factory=list)
     generators: list[tuple[str, Any, Any]] = field(default_factory=list)
 
@@ -287,7 +310,7 @@ class _Noted:
         for path, size in self.sizes.items():
             if now.sizes.get(path, size) != size:
                 yield f"{path} ({size} entries before, {now.sizes[path]} after)"
-        for path, owner, before in self.sequences:
+        for path, owner, before in self.sequences[: self.num_strict]:
             if len(owner) != len(before):
                 continue
             is_moved = list(map(id, owner)) != list(map(id, before))
@@ -310,14 +333,14 @@ class _Noted:
             if value is _GONE and hasattr(owner, name):
                 object.__delattr__(owner, name)
             elif getattr(owner, name, _GONE) is not value:
-                object.__setattr__(owner, name, value)
+                (type if isinstance(owner, type) else object).__setattr__(owner, name, value)
         for _, owner, before in self.sequences:
             if list(map(id, owner)) != list(map(id, before)):
                 owner.clear()
                 (owner.update if isinstance(owner, set) else owner.extend)(before)
         for _, generator, state in self.generators:
-            if _state_of(generator) != state:
-                _set_state(generator, state)
+            if state_of(generator) != state:
+                set_state(generator, state)
 
     def without(self, paths: set[str]) -> _Noted:
         """All but these and what lies in them."""
@@ -333,6 +356,7 @@ class _Noted:
             slots=list(filter(keeps, self.slots)),
             dicts=list(filter(keeps, self.dicts)),
             sequences=[each for each in self.sequences if keeps(each) and not _holds_any(each, paths)],
+            num_strict=sum(map(keeps, self.sequences[: self.num_strict])),
             large=list(filter(keeps, self.large)),
             generators=list(filter(keeps, self.generators)),
         )
@@ -344,7 +368,7 @@ def _holds_any(sequence: tuple[str, Any, tuple[Any, ...]], paths: set[str]) -> b
     return any(f"{path}[{index}]" in paths for index in range(len(elements)))
 
 
-def _walk(modules: Iterable[Named]) -> _Noted:
+def _walk(modules: Iterable[Named], places: Iterable[Place] = ()) -> _Noted:
     """Note everything, the nearest first, and each object once."""
     modules = list(modules)
     found = _Noted()
@@ -354,6 +378,25 @@ def _walk(modules: Iterable[Named]) -> _Noted:
     for index, (path, module) in enumerate(modules):
         left_out = own if index else own | {"forward"}
         level += _note_dict(found, path, module.__dict__, left_out)
+    _descend(found, level, seen, own)
+    found.num_strict = len(found.sequences)
+    sizes = dict(found.sizes)
+    level = []
+    for place in places:
+        value = place.value()
+        kind = found.entries if isinstance(place.owner, dict) else found.slots
+        kind.append((place.path, place.owner, place.key, value))
+        if place.is_whole:
+            level.append((place.path, value))
+        else:
+            found.values[place.path] = value
+    _descend(found, level, seen, own)
+    found.sizes = sizes
+    return found
+
+
+def _descend(found: _Noted, level: list[tuple[str, Any]], seen: set[int], own: frozenset[str]) -> None:
+    """Note some values and what lies in them."""
     for depth in range(_DEPTH + 1):
         below: list[tuple[str, Any]] = []
         for path, value in level:
@@ -366,7 +409,6 @@ def _walk(modules: Iterable[Named]) -> _Noted:
                 seen.add(id(value))
                 below += _look_into(found, path, value, own)
         level = below
-    return found
 
 
 def _look_into(found: _Noted, path: str, value: Any, own: frozenset[str]) -> list[tuple[str, Any]]:
@@ -383,7 +425,7 @@ def _look_into(found: _Noted, path: str, value: Any, own: frozenset[str]) -> lis
         return [] if isinstance(value, set | frozenset) else [(f"{path}[{i}]", each) for i, each in enumerate(value)]
     if isinstance(value, nn.Module):
         return _note_dict(found, path, value.__dict__, own - {"training"})
-    state = _state_of(value)
+    state = state_of(value)
     if state is not None:
         found.generators.append((path, value, state))
         return []
@@ -392,9 +434,9 @@ def _look_into(found: _Noted, path: str, value: Any, own: frozenset[str]) -> lis
 
 def _look_into_object(found: _Noted, path: str, value: Any) -> list[tuple[str, Any]]:
     kind = type(value)
-    if kind.__module__.partition(".")[0] in _OF_LIBRARIES or isinstance(value, type | ModuleType | Enum):
+    if kind.__module__.partition(".")[0] in OF_LIBRARIES or isinstance(value, type | ModuleType | Enum):
         return []
-    if callable(value):
+    if isinstance(value, Optimizer | LRScheduler):
         return []
     inside: list[tuple[str, Any]] = []
     if isinstance(getattr(value, "__dict__", None), dict):
@@ -415,26 +457,6 @@ def _note_dict(
     noted = [(_join(path, _named(key)), owner, key, value) for key, value in owner.items() if key not in left_out]
     found.entries += noted
     return [(entry[0], entry[-1]) for entry in noted]
-
-
-def _state_of(generator: Any) -> Any:
-    """State of a generator of random numbers on the host, to compare; ``None`` for anything else."""
-    if isinstance(generator, random.Random) and not isinstance(generator, random.SystemRandom):
-        return generator.getstate()
-    if isinstance(generator, np.random.RandomState):
-        return pickle.dumps(generator.get_state(legacy=False))
-    if isinstance(generator, np.random.Generator):
-        return pickle.dumps(generator.bit_generator.state)
-    return None
-
-
-def _set_state(generator: Any, state: Any) -> None:
-    if isinstance(generator, random.Random):
-        generator.setstate(state)
-    elif isinstance(generator, np.random.RandomState):
-        generator.set_state(pickle.loads(state))
-    else:
-        generator.bit_generator.state = pickle.loads(state)
 
 
 def _set_by_hooks(module: nn.Module) -> Iterator[str]:

@@ -11,14 +11,17 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from graphstep.capture.attributes import Place
 from graphstep.capture.report import CaptureReport
 from graphstep.capture.session import GraphSession
+from graphstep.capture.tree import flatten, values_of
 from graphstep.config.switches import CapturePolicy, MismatchPolicy
 from graphstep.config.validation import to_member
 from graphstep.errors import ConfigError, Problem
 from graphstep.strategies.iteration_graphs import IterationGraphs, Step
 from graphstep.strategies.optimizers_inside import OptimizersInside
 from graphstep.strategies.step_parts import StepParts
+from graphstep.strategies.step_reads import StepReads
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -79,6 +82,7 @@ class GraphedStep(Generic[P, R]):
 
                 with self._parts.watching(put_rates):
                     result = self._function(*args, **kwargs)
+            self._reads(batch)
             self._step = self._described()
             return result
         if len(self._parts) != self._num_parts:
@@ -109,7 +113,17 @@ class GraphedStep(Generic[P, R]):
             function=self._run,
             modules=self._parts.modules(),
             optimizers=OptimizersInside(self._parts.optimizers, self.session.device),
+            reads=self._reads,
         )
+
+    def _reads(self, batch: Any) -> list[Place]:
+        """What the function reads besides tensors of the batch; modules among it are watched from now on."""
+        found = StepReads()
+        found.add_function(self._function)
+        found.add_values(values_of(flatten(batch)[1]))
+        found.add_modules(module for _, module in self._parts.modules())
+        self._parts.add_modules(found.modules.values())
+        return found.places
 
     def _run(self, batch: tuple[Any, Any]) -> R:
         args, kwargs = batch

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, nn
 
-from graphstep.capture.attributes import Attributes
+from graphstep.capture.attributes import Attributes, Place
 from graphstep.capture.manifest import Watched, verify
 from graphstep.capture.observe import Observation
 from graphstep.capture.report import RegionStats
@@ -46,6 +46,8 @@ class Step:
     optimizers: OptimizersInside
     """Those that step in it."""
     fills_gradients: bool = True
+    reads: Callable[[Any], Sequence[Place]] = field(default=lambda _: ())
+    """Where its Python finds what is no attribute of the modules, for a batch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -311,7 +313,9 @@ class IterationGraphs:
     def _watch(self, step: Step, iteration: _Iteration) -> Any:
         """Run the step for real, and learn what a capture of it has to know."""
         modules = self._all_modules(step)
-        attributes, flags = Attributes(_with_children(step.modules)), [module.training for module in modules]
+        places = step.reads(iteration.static.arguments)
+        attributes = Attributes(_with_children(step.modules), places=places)
+        flags = [module.training for module in modules]
         versions = iteration.static.versions()
         before = iteration.gradients.before(modules, step.optimizers.parameters())
         result, observation = self._session.watch_run(lambda: step.function(iteration.static.arguments))
@@ -344,7 +348,8 @@ class IterationGraphs:
         if iteration.refusal is not None:
             raise iteration.refusal
         modules = _with_children(step.modules)
-        attributes = Attributes(modules, hooks_of=modules, parameters_of=modules)
+        places = step.reads(iteration.static.arguments)
+        attributes = Attributes(modules, hooks_of=modules, parameters_of=modules, places=places)
         watched = self._session.watch(step.modules)
         gradients, observation = iteration.gradients, iteration.observation
         try:

@@ -8,11 +8,13 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from graphstep.capture.attributes import Place
 from graphstep.capture.report import CaptureReport
 from graphstep.capture.session import GraphSession
 from graphstep.config.switches import CapturePolicy
 from graphstep.strategies.iteration_graphs import IterationGraphs, Step
 from graphstep.strategies.optimizers_inside import OptimizersInside
+from graphstep.strategies.step_reads import StepReads
 
 STAGE = "optimizer"
 
@@ -54,6 +56,7 @@ class OptimizerGraph:
             function=lambda _: run(),
             modules=(),
             optimizers=self._optimizers,
+            reads=lambda _: _read_by(run),
         )
         self._graphs = IterationGraphs(
             self.session, warmup_steps=max(1, cuda_graph_warmup_steps), max_graphs=4, policy=policy
@@ -97,6 +100,12 @@ class _StepOf:
 
     def __call__(self) -> None:
         self._optimizer.step()
+
+
+def _read_by(run: Callable[[], Any]) -> list[Place]:
+    found = StepReads()
+    found.add_function(run)
+    return found.places
 
 
 def _device_of(parameters: Iterable[torch.Tensor]) -> torch.device:
