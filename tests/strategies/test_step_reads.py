@@ -115,8 +115,11 @@ class Trainer:
     def variable_of_a_forward(self, values: Tensor) -> Tensor:
         return self.backward(self.output(values).square().mean())
 
-    def inside_a_lambda(self, values: Tensor) -> Tensor:
-        return self.backward(sum(map(lambda x: x.square().mean() * self.factor, [self.output(values)])))
+    def inside_a_function(self, values: Tensor) -> Tensor:
+        def scaled(output: Tensor) -> Tensor:
+            return output.square().mean() * self.factor
+
+        return self.backward(scaled(self.output(values)))
 
     def tensor(self, values: Tensor) -> Tensor:
         return self.backward((self.output(values) - self.target).square().mean())
@@ -147,7 +150,7 @@ CHANGES: dict[str, Callable[[Trainer], Any]] = {
     "slot": lambda t: setattr(t.slotted, "factor", 3.0),
     "variable_of_the_module": lambda t: set_global(3.0),
     "variable_of_a_forward": lambda t: set_global(3.0),
-    "inside_a_lambda": lambda t: setattr(t, "factor", 3.0),
+    "inside_a_function": lambda t: setattr(t, "factor", 3.0),
     "tensor": replace_target,
 }
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from graphstep.capture.attributes import Attributes, Place
 from graphstep.capture.manifest import Watched, verify
 from graphstep.capture.observe import Observation
+from graphstep.capture.reasons import EagerReason
 from graphstep.capture.report import RegionStats
 from graphstep.capture.session import GraphSession
 from graphstep.capture.signature import Signature
@@ -23,13 +24,16 @@ from graphstep.errors import CaptureError, InputMismatchError
 from graphstep.strategies.iteration_gradients import StepGradients
 from graphstep.strategies.optimizers_inside import OptimizersInside
 from graphstep.strategies.settled import tensors_kept
+from graphstep.strategies.step_state import StepState
 
 Named = tuple[str, nn.Module]
 
 _LANE = "iterations"
 """Whole iterations share memory with each other, and not with graphs of parts of one, which others run between."""
 _WARNED_AFTER = 3
-"""Captures anew, after the numbers of an optimizer have changed, from which on they are warned of."""
+"""Captures anew, after something has changed that a graph has fixed, from which on they are warned of."""
+_MOST_GIVEN_UP = 1000
+_MOST_DIFFERENCES = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,6 +121,10 @@ class IterationGraphs:
         """The one used last is the last one."""
         self._refused: set[tuple[str, Signature]] = set()
         """Keys that could not be captured."""
+        self._given_up: dict[tuple[str, Signature], None] = {}
+        """Keys that had to make room for others, those of the latest first to last."""
+        self._warned: set[str] = set()
+        """Stages whose users know that there are more keys than there is room for."""
         self._modules: dict[str, tuple[int, tuple[nn.Module, ...]]] = {}
 
     def run(self, step: Step, batch: Any) -> Any:
@@ -144,8 +152,10 @@ class IterationGraphs:
             if reason is not None:
                 return self._plainly(step, batch, stats, reason)
             iteration = self._new(batch, stats)
+            if key in self._given_up:
+                iteration.why_eager = EagerReason.TOO_MANY_SIGNATURES
         self._iterations[key] = iteration
-        self._make_room(captured=False, number=self._max_graphs)
+        self._make_room(key, captured=False, number=self._max_graphs)
         if iteration.graph is not None:
             self._drop_if_changed(iteration, step, stats)
         if iteration.graph is not None and (reason := iteration.gradients.why_not()) is not None:
@@ -156,10 +166,10 @@ class IterationGraphs:
         if iteration.graph is None:
             try:
                 with self._session.timed(stats):
-                    self._make_room(captured=True, number=self._max_graphs - 1)
+                    self._make_room(key, captured=True, number=self._max_graphs - 1)
                     iteration.static.load(batch)
                     iteration.graph = self._capture(step, iteration, stats)
-            except CaptureError as error:
+            except Exception as error:
                 if self._policy is CapturePolicy.required:
                     raise
                 return self._refuse(key, step, batch, stats, error)
@@ -169,6 +179,7 @@ class IterationGraphs:
         """Drop the graphs of some stages; they warm up and are captured again when they are used."""
         chosen = set(stages)
         self._refused = {key for key in self._refused if key[0] not in chosen}
+        self._given_up = {key: None for key in self._given_up if key[0] not in chosen}
         for key in [key for key in self._iterations if key[0] in chosen]:
             self._forget(key)
 
@@ -176,6 +187,7 @@ class IterationGraphs:
         """Close the session and forget the graphs."""
         self._iterations.clear()
         self._refused.clear()
+        self._given_up.clear()
         self._session.close()
 
     # ----- keys
@@ -218,7 +230,7 @@ class IterationGraphs:
         stats.static_bytes += static.nbytes
         return _Iteration(static, StepGradients(self._session.gradient_homes))
 
-    def _make_room(self, *, captured: bool, number: int) -> None:
+    def _make_room(self, new: tuple[str, Signature], *, captured: bool, number: int) -> None:
         """Forget keys, those used longest ago first, until ``number`` are left that have a graph, or that have none.
 
         They are counted apart: keys that are seen once do not push out graphs that are used.
@@ -226,6 +238,18 @@ class IterationGraphs:
         keys = [key for key, each in self._iterations.items() if (each.graph is not None) is captured]
         for key in keys[: max(0, len(keys) - number)]:
             self._forget(key)
+            self._session.stats(key[0], "iteration").num_evictions += captured
+            self._given_up[key] = None
+            if len(self._given_up) > _MOST_GIVEN_UP:
+                del self._given_up[next(iter(self._given_up))]
+            if key[0] == new[0] and key[0] not in self._warned and (not captured or new in self._given_up):
+                self._warned.add(key[0])
+                differences = "; ".join(key[1].differences(new[1], "batch")[:_MOST_DIFFERENCES])
+                warnings.warn(
+                    f"{key[0]} was called with more signatures than the {self._max_graphs} of max_graphs; those used "
+                    f"longest ago are given up and run eagerly when they come back. The last two differ: {differences}",
+                    stacklevel=4,
+                )
 
     def _forget(self, key: tuple[str, Signature]) -> None:
         iteration = self._iterations.pop(key)
@@ -250,6 +274,7 @@ class IterationGraphs:
         if changed:
             self._drop(iteration, stats)
             iteration.why_eager = f"warmup after a change of {changed[0]}"
+            self._count_recapture(iteration, step, changed[0], "keep it in a tensor on the device, or as it is")
             return
         numbers = graph.optimizers.refresh()
         if numbers:
@@ -259,13 +284,18 @@ class IterationGraphs:
             iteration.observation, iteration.gradients = observation, gradients
             iteration.num_eager = self._warmup_of(step) - 1
             iteration.why_eager = f"warmup after a change of {numbers[0]} of an optimizer"
-            iteration.num_recaptures += 1
-            if iteration.num_recaptures == _WARNED_AFTER:
-                warnings.warn(
-                    f"{step.stage} has been captured {_WARNED_AFTER + 1} times because {numbers[0]} of an optimizer "
-                    "changes; only the learning rate can follow a schedule inside of a graph",
-                    stacklevel=3,
-                )
+            what = f"{numbers[0]} of an optimizer"
+            advice = "only the learning rate can follow a schedule inside of a graph"
+            self._count_recapture(iteration, step, what, advice)
+
+    @staticmethod
+    def _count_recapture(iteration: _Iteration, step: Step, what: str, advice: str) -> None:
+        iteration.num_recaptures += 1
+        if iteration.num_recaptures == _WARNED_AFTER:
+            warnings.warn(
+                f"{step.stage} has been captured {_WARNED_AFTER + 1} times because {what} changes; {advice}",
+                stacklevel=5,
+            )
 
     def _learn_again(self, step: Step, iteration: _Iteration, batch: Any, stats: RegionStats, reason: str) -> Any:
         """Gradients are not as in the runs that were seen: run eagerly, and see what the step does with these."""
@@ -277,12 +307,14 @@ class IterationGraphs:
         return self._eagerly(step, batch)
 
     def _refuse(
-        self, key: tuple[str, Signature], step: Step, batch: Any, stats: RegionStats, error: CaptureError
+        self, key: tuple[str, Signature], step: Step, batch: Any, stats: RegionStats, error: Exception
     ) -> Any:
+        # An error of the function's own comes again, from the eager run, if it has nothing to do with the capture.
+        what = error.what if isinstance(error, CaptureError) else f"{type(error).__name__}: {error}"
         self._forget(key)
         self._refused.add(key)
         warnings.warn(f"{step.stage} runs eagerly: {error}", stacklevel=3)
-        return self._plainly(step, batch, stats, f"it cannot be captured: {error.what}")
+        return self._plainly(step, batch, stats, f"it cannot be captured: {what}")
 
     def _warmup_of(self, step: Step) -> int:
         """Eager runs before a capture: optimizers make their state in the first one."""
@@ -303,12 +335,14 @@ class IterationGraphs:
     def _warm_up(self, step: Step, iteration: _Iteration, batch: Any) -> Any:
         # On the capture stream and from the static inputs, so that what the libraries set up per stream and per
         # address is what the capture will find. The last one is watched: it is what the capture will repeat.
-        iteration.num_eager += 1
         with self._session.engine.capture_stream(), step.optimizers.on_device():
             iteration.static.load(batch)
-            if iteration.num_eager < self._warmup_of(step):
-                return step.function(iteration.static.arguments)
-            return self._watch(step, iteration)
+            if iteration.num_eager + 1 < self._warmup_of(step):
+                result = step.function(iteration.static.arguments)
+            else:
+                result = self._watch(step, iteration)
+        iteration.num_eager += 1
+        return result
 
     def _watch(self, step: Step, iteration: _Iteration) -> Any:
         """Run the step for real, and learn what a capture of it has to know."""
@@ -352,6 +386,7 @@ class IterationGraphs:
         attributes = Attributes(modules, hooks_of=modules, parameters_of=modules, places=places)
         watched = self._session.watch(step.modules)
         gradients, observation = iteration.gradients, iteration.observation
+        before = StepState(attributes.again(), self._all_modules(step), step.optimizers, places)
         try:
             if observation is None:
                 observation = self._session.observe(lambda: step.function(iteration.static.arguments))
@@ -368,6 +403,7 @@ class IterationGraphs:
                 raise
         except BaseException:
             watched.put_back()
+            before.put_back()
             gradients.forget()
             raise
         attributes.ignore_changed()
