@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
-from typing import Any, Generic, ParamSpec, TypeVar, overload
+from types import MethodType
+from typing import Any, Generic, ParamSpec, Self, TypeVar, overload
 
 import torch
 from torch import nn
@@ -42,11 +44,20 @@ class GraphedStep(Generic[P, R]):
         max_graphs: int = 16,
         session: GraphSession | None = None,
     ) -> None:
+        self._options: dict[str, Any] = {
+            "modules": (modules := tuple(modules)),
+            "optimizers": (optimizers := tuple(optimizers)),
+            "cuda_graph_warmup_steps": cuda_graph_warmup_steps,
+            "policy": policy,
+            "on_mismatch": on_mismatch,
+            "max_graphs": max_graphs,
+            "session": session,
+        }
         policy, on_mismatch = _checked(cuda_graph_warmup_steps, max_graphs, policy, on_mismatch)
         functools.update_wrapper(self, step_fn)
         self._function = step_fn
         self._parts = StepParts(modules, optimizers)
-        self._name = getattr(step_fn, "__name__", type(step_fn).__name__)
+        self._name = self._attribute = getattr(step_fn, "__name__", type(step_fn).__name__)
         self.session = session if session is not None else GraphSession(_device_of(modules))
         self._is_own = session is None
         # The first call of all has to show what there is; it counts as one of the warmup.
@@ -89,6 +100,34 @@ class GraphedStep(Generic[P, R]):
             self._step = self._described()
         replayed: R = self._graphs.run(self._step, batch)
         return replayed
+
+    @overload
+    def __get__(self, instance: None, owner: type) -> Self: ...
+    @overload
+    def __get__(self, instance: object, owner: type) -> GraphedStep[..., R]: ...
+    def __get__(self, instance: object | None, owner: type) -> Any:
+        """Where a method was decorated: a step for each instance, kept with its attributes.
+
+        Raises:
+            ConfigError: the instance has no place for it.
+        """
+        if instance is None:
+            return self
+        if inspect.getattr_static(type(instance), self._attribute, None) is not self:
+            return MethodType(self._function, instance)  # super() asks, from a step that is graphed itself or is not.
+        own = getattr(instance, "__dict__", None)
+        if not isinstance(own, dict):
+            what = (
+                f"{owner.__name__}.{self._name} is graphed, and instances of the class have no __dict__ to keep it in"
+            )
+            fix = f"leave out __slots__, or wrap the method of an instance: graph_step(instance.{self._name})"
+            raise ConfigError(Problem("graphed-method", what, "graph_step", fix))
+        # This is found by its own name from now on, before the one of the class.
+        step = own[self._attribute] = GraphedStep(MethodType(self._function, instance), **self._options)
+        return step
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._attribute = name
 
     def report(self) -> CaptureReport:
         """What has been captured so far."""

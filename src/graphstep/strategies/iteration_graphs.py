@@ -22,11 +22,19 @@ from graphstep.config.switches import CapturePolicy, MismatchPolicy
 from graphstep.engine import Recording, torch_private
 from graphstep.errors import CaptureError, InputMismatchError
 from graphstep.strategies.iteration_gradients import StepGradients
+from graphstep.strategies.iteration_refusals import (
+    RETURNS_LOSS,
+    RETURNS_OTHERS,
+    SETS_FLAGS,
+    WRITES,
+    Named,
+    graphs_of_parts,
+    refused,
+    with_children,
+)
 from graphstep.strategies.optimizers_inside import OptimizersInside
 from graphstep.strategies.settled import tensors_kept
 from graphstep.strategies.step_state import StepState
-
-Named = tuple[str, nn.Module]
 
 _LANE = "iterations"
 """Whole iterations share memory with each other, and not with graphs of parts of one, which others run between."""
@@ -306,9 +314,7 @@ class IterationGraphs:
             return self._warm_up(step, iteration, batch)
         return self._eagerly(step, batch)
 
-    def _refuse(
-        self, key: tuple[str, Signature], step: Step, batch: Any, stats: RegionStats, error: Exception
-    ) -> Any:
+    def _refuse(self, key: tuple[str, Signature], step: Step, batch: Any, stats: RegionStats, error: Exception) -> Any:
         # An error of the function's own comes again, from the eager run, if it has nothing to do with the capture.
         what = error.what if isinstance(error, CaptureError) else f"{type(error).__name__}: {error}"
         self._forget(key)
@@ -348,7 +354,7 @@ class IterationGraphs:
         """Run the step for real, and learn what a capture of it has to know."""
         modules = self._all_modules(step)
         places = step.reads(iteration.static.arguments)
-        attributes = Attributes(_with_children(step.modules), places=places)
+        attributes = Attributes(with_children(step.modules), places=places)
         flags = [module.training for module in modules]
         versions = iteration.static.versions()
         before = iteration.gradients.before(modules, step.optimizers.parameters())
@@ -358,11 +364,11 @@ class IterationGraphs:
         where = f"{step.stage}, the captured function"
         iteration.refusal = None
         if iteration.static.versions() != versions:
-            iteration.refusal = _error(where, *_WRITES)
+            iteration.refusal = refused(where, *WRITES)
         elif [module.training for module in modules] != flags:
-            iteration.refusal = _error(where, *_SETS_FLAGS)
+            iteration.refusal = refused(where, *SETS_FLAGS)
         elif any(tensor.requires_grad for tensor in tensors) and not iteration.gradients.are_filled():
-            iteration.refusal = _error(where, *_RETURNS_LOSS)
+            iteration.refusal = refused(where, *RETURNS_LOSS)
         else:
             try:
                 attributes.refuse_changes(where, observation.externals, may_leave_losses=True)
@@ -381,7 +387,10 @@ class IterationGraphs:
         step.optimizers.require_capturable(where)
         if iteration.refusal is not None:
             raise iteration.refusal
-        modules = _with_children(step.modules)
+        modules = with_children(step.modules)
+        if (error := graphs_of_parts(modules, where)) is not None:
+            self._drop(iteration, stats)  # What the runs so far have shown is not what later ones will do.
+            raise error
         places = step.reads(iteration.static.arguments)
         attributes = Attributes(modules, hooks_of=modules, parameters_of=modules, places=places)
         watched = self._session.watch(step.modules)
@@ -397,7 +406,7 @@ class IterationGraphs:
                 with tensors_kept([watched], where=where):
                     tensors, structure = recording.result
                 if iteration.structure is not None and structure != iteration.structure:
-                    raise _error(where, *_RETURNS_OTHERS)
+                    raise refused(where, *RETURNS_OTHERS)
             except CaptureError:
                 self._session.release([recording], stats)
                 raise
@@ -452,33 +461,3 @@ class IterationGraphs:
         iteration.gradients.hand_out(guests)
         stats.num_replays += 1
         return unflatten(graph.structure, [tensor.detach().clone() for tensor in graph.tensors])
-
-
-def _with_children(modules: Sequence[Named]) -> list[Named]:
-    found: dict[int, Named] = {}
-    for path, root in modules:
-        for name, module in root.named_modules(prefix=path):
-            found.setdefault(id(module), (name, module))
-    return list(found.values())
-
-
-def _error(where: str, what: str, fix: str) -> CaptureError:
-    return CaptureError(what, where=where, fix=fix)
-
-
-_WRITES = (
-    "the step writes into its arguments; a replay writes into copies of them",
-    "keep the tensor outside of the arguments, as a variable or buffer that the step reads, or return what is new",
-)
-_SETS_FLAGS = (
-    "the step changes the training flags of modules (train() or eval()); a replay would not",
-    "call train() or eval() before the step, and put back in it what it changes",
-)
-_RETURNS_LOSS = (
-    "the step returns a tensor that wants a gradient, and runs no backward; what a replay returns has no history",
-    "call backward in the step, or return the tensor detached",
-)
-_RETURNS_OTHERS = (
-    "the step returned something else in the capture than in the last eager run, and not only in its tensors",
-    "return tensors, and values that are always the same",
-)

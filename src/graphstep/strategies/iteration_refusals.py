@@ -1,0 +1,58 @@
+"""Why a whole step cannot be captured, as far as its eager runs and its modules tell."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+from torch import nn
+
+from graphstep.errors import CaptureError
+from graphstep.strategies.local_forward import has_graphs
+
+Named = tuple[str, nn.Module]
+
+_MOST_NAMED: Final = 5
+
+
+def with_children(modules: Sequence[Named]) -> list[Named]:
+    """All modules, each once, with their paths."""
+    found: dict[int, Named] = {}
+    for path, root in modules:
+        for name, module in root.named_modules(prefix=path):
+            found.setdefault(id(module), (name, module))
+    return list(found.values())
+
+
+def graphs_of_parts(modules: Sequence[Named], where: str) -> CaptureError | None:
+    """Their backward has filled gradients of theirs in the warmup, which is not what the capture would find."""
+    found = [path or "the model" for path, module in modules if has_graphs(module)]
+    what = f"{len(found)} modules of the step have graphs of their own: {', '.join(found[:_MOST_NAMED])}"
+    return refused(where, what, _CLOSE_THEM) if found else None
+
+
+def refused(where: str, what: str, fix: str) -> CaptureError:
+    """The error for one of the texts below."""
+    return CaptureError(what, where=where, fix=fix)
+
+
+WRITES: Final = (
+    "the step writes into its arguments; a replay writes into copies of them",
+    "keep the tensor outside of the arguments, as a variable or buffer that the step reads, or return what is new",
+)
+SETS_FLAGS: Final = (
+    "the step changes the training flags of modules (train() or eval()); a replay would not",
+    "call train() or eval() before the step, and put back in it what it changes",
+)
+RETURNS_LOSS: Final = (
+    "the step returns a tensor that wants a gradient, and runs no backward; what a replay returns has no history",
+    "call backward in the step, or return the tensor detached",
+)
+RETURNS_OTHERS: Final = (
+    "the step returned something else in the capture than in the last eager run, and not only in its tensors",
+    "return tensors, and values that are always the same",
+)
+_CLOSE_THEM: Final = (
+    "close() what attach, make_graphed_callables or TECudaGraphHelper gave before the first step; or leave the step as "
+    "it is, and make a graph of the optimizer: OptimizerGraph(optimizer, session=manager.session)"
+)
