@@ -29,7 +29,9 @@ from graphstep.strategies.iteration_refusals import (
     WRITES,
     Named,
     graphs_of_parts,
+    has_wrapper,
     refused,
+    told_of_wrapper,
     with_children,
 )
 from graphstep.strategies.optimizers_inside import OptimizersInside
@@ -410,10 +412,12 @@ class IterationGraphs:
             except CaptureError:
                 self._session.release([recording], stats)
                 raise
-        except BaseException:
+        except BaseException as error:
             watched.put_back()
             before.put_back()
             gradients.forget()
+            if isinstance(error, CaptureError) and has_wrapper(modules, self._session.device):
+                raise told_of_wrapper(error) from error
             raise
         attributes.ignore_changed()
         now = self._session.watch(step.modules, observation.leaves)

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
+import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from graphstep.errors import CaptureError
 from graphstep.strategies.local_forward import has_graphs
@@ -29,6 +31,17 @@ def graphs_of_parts(modules: Sequence[Named], where: str) -> CaptureError | None
     found = [path or "the model" for path, module in modules if has_graphs(module)]
     what = f"{len(found)} modules of the step have graphs of their own: {', '.join(found[:_MOST_NAMED])}"
     return refused(where, what, _CLOSE_THEM) if found else None
+
+
+def has_wrapper(modules: Sequence[Named], device: torch.device) -> bool:
+    """True if DistributedDataParallel is a part of the step, and there are streams it may have been built on."""
+    return device.type == "cuda" and any(isinstance(module, DistributedDataParallel) for _, module in modules)
+
+
+def told_of_wrapper(error: CaptureError) -> CaptureError:
+    """The same error, with a word about DistributedDataParallel."""
+    what = f"{error.what} (the step has DistributedDataParallel, whose streams are those on which it was built)"
+    return CaptureError(what, where=error.where, fix=f"{error.fix}; {_BUILD_IT_THERE}")
 
 
 def refused(where: str, what: str, fix: str) -> CaptureError:
@@ -55,4 +68,8 @@ RETURNS_OTHERS: Final = (
 _CLOSE_THEM: Final = (
     "close() what attach, make_graphed_callables or TECudaGraphHelper gave before the first step; or leave the step as "
     "it is, and make a graph of the optimizer: OptimizerGraph(optimizer, session=manager.session)"
+)
+_BUILD_IT_THERE: Final = (
+    "or build DistributedDataParallel on the stream of the capture: session = GraphSession(device), then with "
+    "session.engine.capture_stream(): DistributedDataParallel(model), and give session="
 )
