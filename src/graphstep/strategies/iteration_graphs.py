@@ -164,6 +164,7 @@ class IterationGraphs:
             iteration = self._new(batch, stats)
             if key in self._given_up:
                 iteration.why_eager = EagerReason.TOO_MANY_SIGNATURES
+                self._warn_of_many(next((k for k in reversed(self._iterations) if k[0] == key[0]), key), key)
         self._iterations[key] = iteration
         self._make_room(key, captured=False, number=self._max_graphs)
         if iteration.graph is not None:
@@ -252,14 +253,20 @@ class IterationGraphs:
             self._given_up[key] = None
             if len(self._given_up) > _MOST_GIVEN_UP:
                 del self._given_up[next(iter(self._given_up))]
-            if key[0] == new[0] and key[0] not in self._warned and (not captured or new in self._given_up):
-                self._warned.add(key[0])
-                differences = "; ".join(key[1].differences(new[1], "batch")[:_MOST_DIFFERENCES])
-                warnings.warn(
-                    f"{key[0]} was called with more signatures than the {self._max_graphs} of max_graphs; those used "
-                    f"longest ago are given up and run eagerly when they come back. The last two differ: {differences}",
-                    stacklevel=4,
-                )
+            if key[0] == new[0] and not captured:
+                self._warn_of_many(key, new)
+
+    def _warn_of_many(self, key: tuple[str, Signature], new: tuple[str, Signature]) -> None:
+        """Once for each stage: when a key is given up before it was captured, or one that was given up comes back."""
+        if new[0] in self._warned:
+            return
+        self._warned.add(new[0])
+        differences = "; ".join(key[1].differences(new[1], "batch")[:_MOST_DIFFERENCES])
+        warnings.warn(
+            f"{new[0]} was called with more signatures than the {self._max_graphs} of max_graphs; those used longest "
+            f"ago are given up, and run eagerly when they come back. Two of them differ: {differences}",
+            stacklevel=5,
+        )
 
     def _forget(self, key: tuple[str, Signature]) -> None:
         iteration = self._iterations.pop(key)
@@ -390,9 +397,9 @@ class IterationGraphs:
         if iteration.refusal is not None:
             raise iteration.refusal
         modules = with_children(step.modules)
-        if (error := graphs_of_parts(modules, where)) is not None:
+        if (in_the_way := graphs_of_parts(modules, where)) is not None:
             self._drop(iteration, stats)  # What the runs so far have shown is not what later ones will do.
-            raise error
+            raise in_the_way
         places = step.reads(iteration.static.arguments)
         attributes = Attributes(modules, hooks_of=modules, parameters_of=modules, places=places)
         watched = self._session.watch(step.modules)
@@ -416,9 +423,9 @@ class IterationGraphs:
             watched.put_back()
             before.put_back()
             gradients.forget()
-            if isinstance(error, CaptureError) and has_wrapper(modules, self._session.device):
-                raise told_of_wrapper(error) from error
-            raise
+            if not isinstance(error, CaptureError) or not has_wrapper(modules, self._session.device):
+                raise
+            raise told_of_wrapper(error) from error
         attributes.ignore_changed()
         now = self._session.watch(step.modules, observation.leaves)
         return _Graph(recording, structure, tensors, now, attributes, step.optimizers.noted())
