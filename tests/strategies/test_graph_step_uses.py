@@ -175,6 +175,49 @@ def test_zeroing_that_no_warmup_has_shown(device: torch.device) -> None:
     wrapper.close()
 
 
+def test_an_argument_that_is_returned_stays_as_it_is(device: torch.device) -> None:
+    """In the warmup calls as well, which run on the static inputs."""
+    graphed = graphstep.graph_step(lambda values: (values * 2, values, values[1:]))
+    given = batches(device, 7)
+    kept = [graphed(values) for values in given]
+    for values, (double, same, part) in zip(given, kept, strict=True):
+        assert torch.equal(double, values * 2)
+        assert torch.equal(same, values)
+        assert torch.equal(part, values[1:])
+    graphed.close()
+
+
+def test_a_graphed_step_in_another_is_refused(device: torch.device) -> None:
+    inner, outer = Plain(device), Plain(device)
+    evaluate = graphstep.graph_step(lambda values: inner.model(values).detach())
+
+    def step(values: Tensor) -> Tensor:
+        return outer.step(values) + evaluate(values).mean()
+
+    graphed = graphstep.graph_step(step)
+    for values in batches(device, 3):
+        graphed(values)
+    with pytest.raises(CaptureError, match="the step uses evaluate, which has a graph of its own") as caught:
+        graphed(batches(device, 1)[0])
+    assert "__wrapped__" in caught.value.fix
+    graphed.close()
+    with_auto = graphstep.graph_step(step, policy="auto")
+    plain_inner, plain_outer = Plain(device), Plain(device)
+    outer.model.load_state_dict(plain_outer.model.state_dict())
+    outer.optimizer = torch.optim.AdamW(outer.model.parameters(), lr=2.0**-7, fused=True)
+    for index, values in enumerate(batches(device, 7)):
+        expected = plain_outer.step(values) + plain_inner.model(values).detach().mean()
+        if index == 3:
+            with pytest.warns(UserWarning, match="runs eagerly"):
+                found = with_auto(values)
+        else:
+            found = with_auto(values)
+        assert torch.equal(found, expected)
+    assert evaluate.report().rows[0].num_replays > 0
+    with_auto.close()
+    evaluate.close()
+
+
 # ----- more signatures than there is room for
 
 

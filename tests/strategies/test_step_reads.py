@@ -128,6 +128,15 @@ class Trainer:
         self.calls += 1
         return self.attribute(values)
 
+    def carrying(self, values: Tensor) -> Tensor:
+        loss, before = self.attribute(values), self.last
+        self.target = self.target * 0.5
+        return loss + self.target.sum() if before is not None else loss
+
+    def carrying_in_a_list(self, values: Tensor) -> Tensor:
+        self.history.append((self.history[-1] if self.history else self.target) * 0.5)
+        return self.attribute(values) + self.history[-1].sum()
+
     def appending(self, values: Tensor) -> Tensor:
         self.history.append(self.target)
         return self.attribute(values)
@@ -199,6 +208,12 @@ def test_a_counter_of_the_step_is_refused(device: torch.device) -> None:
     """A replay would not count."""
     with pytest.raises(CaptureError, match=r"each run changes self\.calls \(2 before, 3 after\)"):
         run(device, "counting", True, lambda t: None)
+
+
+@pytest.mark.parametrize(("name", "where"), [("carrying", "self.target"), ("carrying_in_a_list", "self.history")])
+def test_a_tensor_that_is_carried_to_the_next_call_is_refused(device: torch.device, name: str, where: str) -> None:
+    with pytest.raises(CaptureError, match="each run reads the tensor in " + where.replace(".", r"\.")):
+        run(device, name, True, lambda t: None)
 
 
 def test_a_list_that_the_step_fills_is_its_own_business(device: torch.device) -> None:

@@ -10,18 +10,18 @@ from enum import Enum
 from itertools import chain, repeat
 from operator import is_
 from types import MemberDescriptorType, ModuleType
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from graphstep.capture.fast_check import all_same
+from graphstep.capture.places import GONE, Place
 from graphstep.capture.randomness import set_state, state_of
 from graphstep.engine import torch_private
 from graphstep.errors import CaptureError
 
-_GONE: Final = object()
 _MODULE_HOOKS: Final = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _PLAIN: Final = (bool, int, float, str)
 _TENSOR_HOOKS: Final = ("_backward_hooks", "_post_accumulate_grad_hooks")
@@ -34,21 +34,6 @@ _LARGE_OBJECT: Final = 8
 """Entries."""
 
 Named = tuple[str, nn.Module]
-
-
-class Place(NamedTuple):
-    """One variable, or one attribute of an object, that is no module's."""
-
-    path: str
-    owner: Any
-    """A dict, or an object with an attribute."""
-    key: str
-    is_whole: bool
-    """What lies in its value counts as well."""
-
-    def value(self) -> Any:
-        """What is there now."""
-        return self.owner.get(self.key, _GONE) if isinstance(self.owner, dict) else getattr(self.owner, self.key, _GONE)
 
 
 class Attributes:
@@ -103,7 +88,7 @@ class Attributes:
         if self._look.holds():
             return
         now = _walk(self._modules, self._places)
-        gone = {p for p, value in self._noted.values.items() if not _is_same(now.values.get(p, _GONE), value)}
+        gone = {p for p, value in self._noted.values.items() if not _is_same(now.values.get(p, GONE), value)}
         self._noted = now.without({*gone, *(path for path in now.values if path not in self._noted.values)})
         self._look = FastLook([self])
 
@@ -177,6 +162,13 @@ class Attributes:
             and now.values.get(path) is not value
             and _storage_of(value) in storages
             and _storage_of(now.values.get(path)) != _storage_of(value)
+        ]
+        carried += [
+            path
+            for path, owner, before in self._noted.sequences[self._noted.num_strict :]
+            if isinstance(owner, list | deque)
+            and len(owner) != len(before)
+            and any(isinstance(each, Tensor) and _storage_of(each) in storages for each in before)
         ]
         if carried:
             raise CaptureError(
@@ -261,7 +253,7 @@ class FastLook:
             and (not self._elements or all_same(self._elements, chain.from_iterable(self._sequences)))
             and (
                 not self._slot_values
-                or all_same(self._slot_values, map(getattr, self._slot_owners, self._slot_names, repeat(_GONE)))
+                or all_same(self._slot_values, map(getattr, self._slot_owners, self._slot_names, repeat(GONE)))
             )
         )
 
@@ -287,8 +279,8 @@ class _Noted:
 
     def changed(self) -> list[str]:
         """The paths of what is not as it was."""
-        found = [path for path, owner, key, value in self.entries if not _is_same(owner.get(key, _GONE), value)]
-        found += [p for p, owner, name, value in self.slots if not _is_same(getattr(owner, name, _GONE), value)]
+        found = [path for path, owner, key, value in self.entries if not _is_same(owner.get(key, GONE), value)]
+        found += [p for p, owner, name, value in self.slots if not _is_same(getattr(owner, name, GONE), value)]
         found += [path for path, owner, size in self.large if len(owner) != size]
         for path, owner, before in self.sequences:
             if isinstance(owner, set) or len(owner) != len(before):
@@ -304,8 +296,8 @@ class _Noted:
     def counted(self, now: _Noted) -> Iterator[str]:
         """Numbers, texts and flags that are no longer as they were, and what is kept in another way, in words."""
         for path, value in self.values.items():
-            after = now.values.get(path, _GONE)
-            if isinstance(value, _PLAIN) and after is not _GONE and not _is_same(after, value):
+            after = now.values.get(path, GONE)
+            if isinstance(value, _PLAIN) and after is not GONE and not _is_same(after, value):
                 yield f"{path} ({value!r} before, {after!r} after)"
         for path, size in self.sizes.items():
             if now.sizes.get(path, size) != size:
@@ -327,12 +319,12 @@ class _Noted:
             for key in owner.keys() - set(keys):
                 del owner[key]
         for _, owner, key, value in self.entries:
-            if owner.get(key, _GONE) is not value:
+            if owner.get(key, GONE) is not value:
                 owner[key] = value
         for _, owner, name, value in self.slots:
-            if value is _GONE and hasattr(owner, name):
+            if value is GONE and hasattr(owner, name):
                 object.__delattr__(owner, name)
-            elif getattr(owner, name, _GONE) is not value:
+            elif getattr(owner, name, GONE) is not value:
                 (type if isinstance(owner, type) else object).__setattr__(owner, name, value)
         for _, owner, before in self.sequences:
             if list(map(id, owner)) != list(map(id, before)):
@@ -444,7 +436,7 @@ def _look_into_object(found: _Noted, path: str, value: Any) -> list[tuple[str, A
     for base in kind.__mro__:
         for name, member in vars(base).items():
             if isinstance(member, MemberDescriptorType):
-                each = getattr(value, name, _GONE)
+                each = getattr(value, name, GONE)
                 found.slots.append((_join(path, name), value, name, each))
                 inside.append((_join(path, name), each))
     return inside

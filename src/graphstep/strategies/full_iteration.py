@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, Final
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from graphstep.capture.attributes import Place
+from graphstep.capture.places import Place
 from graphstep.capture.report import CaptureReport
 from graphstep.capture.session import GraphSession
 from graphstep.capture.tree import flatten, values_of
@@ -51,6 +51,9 @@ class FullCudaGraphWrapper:
         optimizers: those that step in ``forward_backward_func``, if it makes whole steps. They need ``fused=True`` or
             ``capturable=True``; their learning rates follow a schedule, see :class:`OptimizersInside`.
     """
+
+    launches_graphs: Final = True
+    """Not to be used inside of another captured step."""
 
     def __init__(
         self,

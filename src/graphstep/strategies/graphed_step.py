@@ -7,13 +7,13 @@ import inspect
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from types import MethodType
-from typing import Any, Generic, ParamSpec, Self, TypeVar, overload
+from typing import Any, Final, Generic, ParamSpec, Self, TypeVar, overload
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from graphstep.capture.attributes import Place
+from graphstep.capture.places import Place
 from graphstep.capture.report import CaptureReport
 from graphstep.capture.session import GraphSession
 from graphstep.capture.tree import flatten, values_of
@@ -31,6 +31,9 @@ R = TypeVar("R")
 
 class GraphedStep(Generic[P, R]):
     """A function that runs eagerly for its first calls and as one graph launch from then on. See :func:`graph_step`."""
+
+    launches_graphs: Final = True
+    """Not to be used inside of another captured step."""
 
     def __init__(
         self,

@@ -9,9 +9,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from graphstep.capture.attributes import Attributes, Place
+from graphstep.capture.attributes import Attributes
 from graphstep.capture.manifest import Watched, verify
 from graphstep.capture.observe import Observation
+from graphstep.capture.places import Place
 from graphstep.capture.reasons import EagerReason
 from graphstep.capture.report import RegionStats
 from graphstep.capture.session import GraphSession
@@ -356,6 +357,7 @@ class IterationGraphs:
                 result = step.function(iteration.static.arguments)
             else:
                 result = self._watch(step, iteration)
+            result = iteration.static.copied_out(result)
         iteration.num_eager += 1
         return result
 
@@ -397,10 +399,10 @@ class IterationGraphs:
         if iteration.refusal is not None:
             raise iteration.refusal
         modules = with_children(step.modules)
-        if (in_the_way := graphs_of_parts(modules, where)) is not None:
+        places = step.reads(iteration.static.arguments)
+        if (in_the_way := graphs_of_parts(modules, places, where)) is not None:
             self._drop(iteration, stats)  # What the runs so far have shown is not what later ones will do.
             raise in_the_way
-        places = step.reads(iteration.static.arguments)
         attributes = Attributes(modules, hooks_of=modules, parameters_of=modules, places=places)
         watched = self._session.watch(step.modules)
         gradients, observation = iteration.gradients, iteration.observation

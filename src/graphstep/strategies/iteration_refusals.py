@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from graphstep.capture.places import Place
 from graphstep.errors import CaptureError
 from graphstep.strategies.local_forward import has_graphs
 
@@ -26,11 +27,17 @@ def with_children(modules: Sequence[Named]) -> list[Named]:
     return list(found.values())
 
 
-def graphs_of_parts(modules: Sequence[Named], where: str) -> CaptureError | None:
-    """Their backward has filled gradients of theirs in the warmup, which is not what the capture would find."""
+def graphs_of_parts(modules: Sequence[Named], places: Sequence[Place], where: str) -> CaptureError | None:
+    """Parts with graphs of their own: a capture has no replays of these, and the warmup was filled by them."""
     found = [path or "the model" for path, module in modules if has_graphs(module)]
-    what = f"{len(found)} modules of the step have graphs of their own: {', '.join(found[:_MOST_NAMED])}"
-    return refused(where, what, _CLOSE_THEM) if found else None
+    if found:
+        what = f"{len(found)} modules of the step have graphs of their own: {', '.join(found[:_MOST_NAMED])}"
+        return refused(where, what, _CLOSE_THEM)
+    steps = [place.path for place in places if getattr(type(place.value()), "launches_graphs", False)]
+    if steps:
+        what = f"the step uses {', '.join(steps[:_MOST_NAMED])}, which has a graph of its own"
+        return refused(where, what, _CALL_WHAT_IS_INSIDE)
+    return None
 
 
 def has_wrapper(modules: Sequence[Named], device: torch.device) -> bool:
@@ -72,4 +79,8 @@ _CLOSE_THEM: Final = (
 _BUILD_IT_THERE: Final = (
     "or build DistributedDataParallel on the stream of the capture: session = GraphSession(device), then with "
     "session.engine.capture_stream(): DistributedDataParallel(model), and give session="
+)
+_CALL_WHAT_IS_INSIDE: Final = (
+    "call the plain function in the step (step.__wrapped__ of what graph_step has wrapped, optimizer.step() in place "
+    "of an OptimizerGraph), or leave the outer function as it is"
 )

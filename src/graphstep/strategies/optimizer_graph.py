@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch.optim import Optimizer
 
-from graphstep.capture.attributes import Place
+from graphstep.capture.places import Place
 from graphstep.capture.report import CaptureReport
 from graphstep.capture.session import GraphSession
 from graphstep.config.switches import CapturePolicy
@@ -35,6 +35,9 @@ class OptimizerGraph:
         cuda_graph_warmup_steps: eager steps before the capture, >= 1: the first one makes the state.
         policy: what becomes of a step that cannot be captured, see :class:`CapturePolicy`.
     """
+
+    launches_graphs: Final = True
+    """Not to be used inside of another captured step."""
 
     def __init__(
         self,

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from graphstep.capture.attributes import OF_LIBRARIES, Place
+from graphstep.capture.attributes import OF_LIBRARIES
+from graphstep.capture.places import GONE, Place
 
-_GONE: Final = object()
 _NOT_FOLLOWED: Final = OF_LIBRARIES | {"graphstep"}
 _CONTAINERS: Final = (list, dict, set, deque)
 _MOST_FUNCTIONS: Final = 500
@@ -30,7 +30,7 @@ _LOADS: Final = {
     "LOAD_GLOBAL": "global",
     "LOAD_NAME": "global",
 }
-_ATTRIBUTES: Final = frozenset({"LOAD_ATTR", "LOAD_METHOD", "STORE_ATTR", "LOAD_SUPER_ATTR"})
+_ATTRIBUTES: Final = frozenset({"LOAD_ATTR", "LOAD_METHOD", "STORE_ATTR"})
 _NO_MATTER: Final = frozenset({"CACHE", "EXTENDED_ARG", "PUSH_NULL", "COPY", "SWAP", "NOP", "RESUME", "PRECALL"})
 """Between the load of a variable and that of its attribute."""
 
@@ -77,7 +77,7 @@ class StepReads:
 
     # ----- functions
 
-    def _follow(self, function: Any, bound: Any = _GONE, path: str = "") -> None:
+    def _follow(self, function: Any, bound: Any = GONE, path: str = "") -> None:
         """Read a function; ``path`` is where ``bound``, its first argument, was found."""
         if isinstance(function, functools.partial):
             self._follow(function.func)
@@ -102,7 +102,7 @@ class StepReads:
             if getattr(function, name):
                 self._note(f"defaults of {function.__name__}", function, name, is_whole=True)
         known: dict[str, tuple[str, Any]] = {}
-        if bound is not _GONE and code.co_argcount:
+        if bound is not GONE and code.co_argcount:
             known[code.co_varnames[0]] = path or code.co_varnames[0], bound
         cells = dict(zip(code.co_freevars, function.__closure__ or (), strict=False))
         self._scan(code, function.__globals__, cells, known, known)
@@ -128,9 +128,11 @@ class StepReads:
             if kind == "global":
                 if name in variables:
                     self._walk(name, variables, name, attributes)
+            elif kind == "super" and name in outer:
+                self._follow_class(*outer[name], attributes[0])
             elif name in (local if kind == "local" else outer):
                 self._walk_object(*outer[name], attributes)
-            elif kind == "free" and name in cells and _content(cells[name]) is not _GONE:
+            elif kind == "free" and name in cells and _content(cells[name]) is not GONE:
                 self._walk(name, cells[name], "cell_contents", attributes)
         for inner in code.co_consts:
             if isinstance(inner, CodeType):
@@ -140,7 +142,7 @@ class StepReads:
 
     def _walk(self, path: str, owner: Any, key: str, attributes: tuple[str, ...]) -> None:
         """Follow attributes from what lies in one place."""
-        value = owner.get(key, _GONE) if isinstance(owner, dict) else getattr(owner, key, _GONE)
+        value = Place(path, owner, key, False).value()
         if not attributes:
             self._use(path, owner, key, value)
             return
@@ -151,7 +153,7 @@ class StepReads:
         if isinstance(value, _CONTAINERS):  # A method of it is called.
             self._use(path, owner, key, value)
             return
-        if value is _GONE or _is_plain(value) or isinstance(value, FunctionType | MethodType):
+        if value is GONE or _is_plain(value) or isinstance(value, FunctionType | MethodType):
             self._use(path, owner, key, value)
             return
         self._note(path, owner, key, is_whole=False)
@@ -172,26 +174,31 @@ class StepReads:
             if name in owner:
                 self._walk(f"{path}.{name}", owner, name, rest)
                 return
+        self._follow_class(path, value, name)
         kind = value if isinstance(value, type) else type(value)
-        found = [vars(base)[name] for base in kind.__mro__ if name in vars(base)]
-        for each in found:  # Those that are overridden may be called through super().
-            bound = _GONE if isinstance(value, type) else value
+        found = inspect.getattr_static(kind, name, GONE)
+        is_code = isinstance(found, property | classmethod | staticmethod | functools.cached_property)
+        if found is not GONE and not is_code and not inspect.isroutine(found):
+            self._walk(f"{path}.{name}", value, name, rest)
+
+    def _follow_class(self, path: str, value: Any, name: str) -> None:
+        """Read what the class of an object has under a name, if it is code."""
+        kind = value if isinstance(value, type) else type(value)
+        bound = GONE if isinstance(value, type) else value
+        # Those that are overridden may be called through super().
+        for each in [vars(base)[name] for base in kind.__mro__ if name in vars(base)]:
             if isinstance(each, property):
                 self._follow(each.fget, bound, path)
             elif isinstance(each, classmethod | staticmethod):
-                self._follow(each.__func__, kind if isinstance(each, classmethod) else _GONE, path)
+                self._follow(each.__func__, kind if isinstance(each, classmethod) else GONE, path)
             elif isinstance(each, functools.cached_property):
                 self._follow(each.func, bound, path)
             elif isinstance(each, FunctionType):
                 self._follow(each, bound, path)
-        if not found or inspect.isroutine(found[0]) or isinstance(found[0], property | classmethod | staticmethod):
-            return
-        if not isinstance(found[0], functools.cached_property):
-            self._walk(f"{path}.{name}", value, name, rest)
 
     def _use(self, path: str, owner: Any, key: str, value: Any) -> None:
         """A value that the code uses as a whole."""
-        if value is _GONE or isinstance(value, ModuleType):
+        if value is GONE or isinstance(value, ModuleType):
             return
         value = getattr(value, "_orig_mod", value)  # what torch.compile has wrapped
         if isinstance(value, nn.Module):
@@ -226,6 +233,10 @@ def _chains(code: CodeType) -> Iterator[Chain]:
         name = instruction.opname
         if name in _NO_MATTER:
             continue
+        if current is not None and name == "LOAD_SUPER_ATTR":
+            yield "super", current[1], (str(instruction.argval),)
+            current, attributes = None, []
+            continue
         if current is not None and name in _ATTRIBUTES:
             attributes.append(str(instruction.argval))
             if name != "STORE_ATTR":
@@ -257,7 +268,7 @@ def _content(cell: Any) -> Any:
     try:
         return cell.cell_contents
     except ValueError:  # deleted, or not assigned yet
-        return _GONE
+        return GONE
 
 
 def _named(value: Any) -> str | None:

@@ -10,7 +10,8 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from graphstep.capture.attributes import Attributes, Place
+from graphstep.capture.attributes import Attributes
+from graphstep.capture.places import Place
 
 _DEPTH: Final = 4
 
