@@ -218,6 +218,47 @@ def test_a_graphed_step_in_another_is_refused(device: torch.device) -> None:
     evaluate.close()
 
 
+@pytest.mark.parametrize("kind", ["generator", "loader"])
+def test_a_batch_that_the_step_takes_itself_is_refused(device: torch.device, kind: str) -> None:
+    """Each replay would train on the batch of the capture."""
+    plain = Plain(device)
+    given = batches(device, 8)
+    loader = torch.utils.data.DataLoader(given, batch_size=None)
+    source = (values for values in given) if kind == "generator" else iter(loader)
+    graphed = graphstep.graph_step(lambda: plain.step(next(source)))
+    for _ in range(3):
+        graphed()
+    with pytest.raises(CaptureError, match="the step takes from source, an iterator") as caught:
+        graphed()
+    assert "as an argument" in caught.value.fix
+    graphed.close()
+
+
+def test_a_rate_that_the_step_reads_from_its_scheduler(device: torch.device) -> None:
+    """It is a number of the host: captured anew when the scheduler has stepped."""
+    results = []
+    for is_graphed in (False, True):
+        plain = Plain(device)
+        schedule = torch.optim.lr_scheduler.StepLR(plain.optimizer, 3, gamma=0.5)
+
+        def both(
+            values: Tensor, plain: Plain = plain, schedule: torch.optim.lr_scheduler.StepLR = schedule
+        ) -> tuple[Tensor, Any]:
+            return plain.step(values), schedule.get_last_lr()[0]
+
+        step: Any = graphstep.graph_step(both) if is_graphed else both
+        found = []
+        for index, values in enumerate(batches(device, 14)):
+            found.append(step(values)[1])
+            if index in (6, 7, 8):
+                schedule.step()
+        results.append(found)
+    assert results[0] == results[1]
+    assert len(set(results[0])) == 2
+    assert step.report().rows[0].num_replays > 5
+    step.close()
+
+
 # ----- more signatures than there is room for
 
 

@@ -29,8 +29,8 @@ from graphstep.strategies.iteration_refusals import (
     SETS_FLAGS,
     WRITES,
     Named,
-    graphs_of_parts,
     has_wrapper,
+    parts_not_captured,
     refused,
     told_of_wrapper,
     with_children,
@@ -400,7 +400,7 @@ class IterationGraphs:
             raise iteration.refusal
         modules = with_children(step.modules)
         places = step.reads(iteration.static.arguments)
-        if (in_the_way := graphs_of_parts(modules, places, where)) is not None:
+        if (in_the_way := parts_not_captured(modules, places, where)) is not None:
             self._drop(iteration, stats)  # What the runs so far have shown is not what later ones will do.
             raise in_the_way
         attributes = Attributes(modules, hooks_of=modules, parameters_of=modules, places=places)

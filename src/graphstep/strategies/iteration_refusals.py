@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import io
+from collections.abc import Iterator, Sequence
 from typing import Final
 
 import torch
@@ -27,8 +28,8 @@ def with_children(modules: Sequence[Named]) -> list[Named]:
     return list(found.values())
 
 
-def graphs_of_parts(modules: Sequence[Named], places: Sequence[Place], where: str) -> CaptureError | None:
-    """Parts with graphs of their own: a capture has no replays of these, and the warmup was filled by them."""
+def parts_not_captured(modules: Sequence[Named], places: Sequence[Place], where: str) -> CaptureError | None:
+    """What a replay would leave out: graphs that parts have of their own, which the warmup has run, and iterators."""
     found = [path or "the model" for path, module in modules if has_graphs(module)]
     if found:
         what = f"{len(found)} modules of the step have graphs of their own: {', '.join(found[:_MOST_NAMED])}"
@@ -37,6 +38,14 @@ def graphs_of_parts(modules: Sequence[Named], places: Sequence[Place], where: st
     if steps:
         what = f"the step uses {', '.join(steps[:_MOST_NAMED])}, which has a graph of its own"
         return refused(where, what, _CALL_WHAT_IS_INSIDE)
+    iterators = [
+        place.path
+        for place in places
+        if isinstance(value := place.value(), Iterator) and not isinstance(value, io.IOBase)
+    ]
+    if iterators:
+        what = f"the step takes from {', '.join(iterators[:_MOST_NAMED])}, an iterator; a replay runs no Python"
+        return refused(where, what, _TAKE_IT_BEFORE)
     return None
 
 
@@ -84,3 +93,4 @@ _CALL_WHAT_IS_INSIDE: Final = (
     "call the plain function in the step (step.__wrapped__ of what graph_step has wrapped, optimizer.step() in place "
     "of an OptimizerGraph), or leave the outer function as it is"
 )
+_TAKE_IT_BEFORE: Final = "take the batch before the step, and give it as an argument"

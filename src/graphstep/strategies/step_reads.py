@@ -34,6 +34,9 @@ _ATTRIBUTES: Final = frozenset({"LOAD_ATTR", "LOAD_METHOD", "STORE_ATTR"})
 _NO_MATTER: Final = frozenset({"CACHE", "EXTENDED_ARG", "PUSH_NULL", "COPY", "SWAP", "NOP", "RESUME", "PRECALL"})
 """Between the load of a variable and that of its attribute."""
 
+_READS_THE_RATE: Final = frozenset({"get_last_lr", "_last_lr", "last_epoch", "get_lr"})
+"""Attributes of a scheduler that change as it steps."""
+
 Chain = tuple[str, str, tuple[str, ...]]
 """``self.model.scale`` is ``("local", "self", ("model", "scale"))``."""
 
@@ -89,6 +92,8 @@ class StepReads:
                 self._read(function, bound, path)
             elif (inner := getattr(function, "__wrapped__", None)) is not None:
                 self._follow(inner)
+        elif (wrapped := getattr(function, "__wrapped__", None)) is not None and not _is_ours(function):
+            self._follow(wrapped)  # functools.cache, for example
         elif not isinstance(function, type | nn.Module) and not _is_of_library(type(function)):
             self._follow(inspect.getattr_static(type(function), "__call__", None), function, path)
 
@@ -102,6 +107,10 @@ class StepReads:
             if getattr(function, name):
                 self._note(f"defaults of {function.__name__}", function, name, is_whole=True)
         known: dict[str, tuple[str, Any]] = {}
+        positional, defaults = code.co_varnames[: code.co_argcount], function.__defaults__ or ()
+        given = zip(positional[len(positional) - len(defaults) :], defaults, strict=True)
+        for name, value in (*given, *(function.__kwdefaults__ or {}).items()):
+            known[name] = name, value
         if bound is not GONE and code.co_argcount:
             known[code.co_varnames[0]] = path or code.co_varnames[0], bound
         cells = dict(zip(code.co_freevars, function.__closure__ or (), strict=False))
@@ -165,11 +174,13 @@ class StepReads:
             held = {path: value}
             self._use(path, held, path, value)
             return
+        name, rest = attributes[0], attributes[1:]
+        if isinstance(value, LRScheduler) and name in _READS_THE_RATE:
+            self._note(f"{path}.last_epoch", vars(value), "last_epoch", is_whole=False)
         if isinstance(value, Optimizer | LRScheduler) or (
             not isinstance(value, nn.Module | type) and _is_of_library(type(value))
         ):
             return
-        name, rest = attributes[0], attributes[1:]
         for owner in _dicts_of(value):
             if name in owner:
                 self._walk(f"{path}.{name}", owner, name, rest)
@@ -205,8 +216,7 @@ class StepReads:
             self.modules[id(value)] = value
             self.add_modules([value])
         is_function = isinstance(value, FunctionType | MethodType | functools.partial | type)
-        is_ours = type(value).__module__.partition(".")[0] == "graphstep"
-        is_whole = not is_function and not is_ours and not isinstance(value, Optimizer | LRScheduler)
+        is_whole = not is_function and not _is_ours(value) and not isinstance(value, Optimizer | LRScheduler)
         self._note(path, owner, key, is_whole=is_whole)
         if callable(value):
             self._follow(value, path="" if isinstance(value, MethodType) else path)
@@ -278,6 +288,10 @@ def _named(value: Any) -> str | None:
 
 def _is_plain(value: Any) -> bool:
     return value is None or isinstance(value, bool | int | float | complex | str | bytes | Enum | Tensor)
+
+
+def _is_ours(value: Any) -> bool:
+    return type(value).__module__.partition(".")[0] == "graphstep"
 
 
 def _is_users(function: FunctionType) -> bool:
