@@ -239,7 +239,7 @@ def test_a_rate_that_the_step_reads_from_its_scheduler(device: torch.device) -> 
     results = []
     for is_graphed in (False, True):
         plain = Plain(device)
-        schedule = torch.optim.lr_scheduler.StepLR(plain.optimizer, 3, gamma=0.5)
+        schedule = torch.optim.lr_scheduler.StepLR(plain.optimizer, 1, gamma=0.5)
 
         def both(
             values: Tensor, plain: Plain = plain, schedule: torch.optim.lr_scheduler.StepLR = schedule
@@ -250,7 +250,7 @@ def test_a_rate_that_the_step_reads_from_its_scheduler(device: torch.device) -> 
         found = []
         for index, values in enumerate(batches(device, 14)):
             found.append(step(values)[1])
-            if index in (6, 7, 8):
+            if index == 6:
                 schedule.step()
         results.append(found)
     assert results[0] == results[1]
