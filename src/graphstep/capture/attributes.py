@@ -16,14 +16,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from graphstep.capture.callables import held_by, refuse_collected
 from graphstep.capture.fast_check import all_same
-from graphstep.capture.places import GONE, Place
+from graphstep.capture.places import GONE, PLAIN, Place, join, key_name, storage_of
 from graphstep.capture.randomness import set_state, state_of
 from graphstep.engine import torch_private
 from graphstep.errors import CaptureError
 
 _MODULE_HOOKS: Final = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
-_PLAIN: Final = (bool, int, float, str)
 _TENSOR_HOOKS: Final = ("_backward_hooks", "_post_accumulate_grad_hooks")
 _SEQUENCES: Final = (list, tuple, deque, set, frozenset)
 OF_LIBRARIES: Final = frozenset(sys.stdlib_module_names) - {"types", "argparse"} | {"torch", "numpy"}
@@ -59,17 +59,19 @@ class Attributes:
         *,
         hooks_of: Iterable[Named] = (),
         parameters_of: Iterable[Named] = (),
+        callables: Iterable[Any] = (),
         places: Iterable[Place] = (),
     ) -> None:
         self._modules, self._places = list(modules), list(places)
-        self._noted = _walk(self._modules, self._places)
+        self._callables = [(f"argument {getattr(c, '__qualname__', type(c).__name__)}", c) for c in callables]
+        self._noted = self._walked()
         self._module_hooks: list[tuple[str, Mapping[int, Any], tuple[int, ...]]] = []
         self._tensor_hooks: list[tuple[str, Tensor, str, tuple[int, ...]]] = []
         has_inner = False
         for path, module in hooks_of:
             for name in _MODULE_HOOKS:
                 hooks: Mapping[int, Any] = getattr(module, name)
-                self._module_hooks.append((_join(path, "hooks"), hooks, tuple(hooks)))
+                self._module_hooks.append((join(path, "hooks"), hooks, tuple(hooks)))
             has_inner = True
         if has_inner:
             for hooks in torch_private.global_module_hooks():
@@ -79,15 +81,27 @@ class Attributes:
                 if parameter is not None:
                     for name in _TENSOR_HOOKS:
                         found = tuple(getattr(parameter, name, None) or ())
-                        self._tensor_hooks.append((_join(path, f"{key}.hooks"), parameter, name, found))
+                        self._tensor_hooks.append((join(path, f"{key}.hooks"), parameter, name, found))
 
         self._look = FastLook([self])
+
+    def _walked(self) -> _Noted:
+        return _walk(self._modules, self._callables, self._places)
+
+    def _refuse_collected(self, now: _Noted, where: str) -> None:
+        roots = tuple(path for path, _ in self._callables)
+        changed = [
+            path
+            for path in dict.fromkeys([*self._noted.values, *now.values])
+            if path.startswith(roots) and not _is_same(now.values.get(path, GONE), self._noted.values.get(path, GONE))
+        ]
+        refuse_collected(changed, where)
 
     def ignore_changed(self) -> None:
         """Leave out those that have another value by now, or are new: the captured function sets them itself."""
         if self._look.holds():
             return
-        now = _walk(self._modules, self._places)
+        now = self._walked()
         gone = {p for p, value in self._noted.values.items() if not _is_same(now.values.get(p, GONE), value)}
         self._noted = now.without({*gone, *(path for path in now.values if path not in self._noted.values)})
         self._look = FastLook([self])
@@ -110,9 +124,13 @@ class Attributes:
 
     # ----- around a run
 
-    def again(self) -> Attributes:
-        """The attributes of the same modules as they are now, those that were left out as well; no hooks."""
-        return Attributes(self._modules, places=self._places)
+    def again(self, callables: Iterable[Any] = ()) -> Attributes:
+        """The attributes of the same modules as they are now, those that were left out as well; no hooks.
+
+        Args:
+            callables: what they hold is noted too: the object of a method, the variables of a closure.
+        """
+        return Attributes(self._modules, callables=callables, places=self._places)
 
     def places(self) -> Iterator[tuple[Any, Any, Any]]:
         """Owner, key and noted value: of dicts, attributes and slots, and of lists by position."""
@@ -138,7 +156,9 @@ class Attributes:
             CaptureError: it counted, kept a history, carried a tensor over to the next run, left one that has a
                 gradient, or drew random numbers on the host.
         """
-        now = _walk(self._modules, self._places)
+        now = self._walked()
+        if self._callables:
+            self._refuse_collected(now, where)
         drawn = [path for path, generator, state in self._noted.generators if state_of(generator) != state]
         if drawn:
             raise CaptureError(
@@ -154,21 +174,21 @@ class Attributes:
                 where=where,
                 fix="keep it in a buffer and update that in place, or change it outside of the captured module",
             )
-        storages = {_storage_of(tensor) for tensor in used} - {None}
+        storages = {storage_of(tensor) for tensor in used} - {None}
         carried = [
             path
             for path, value in self._noted.values.items()
             if isinstance(value, Tensor)
             and now.values.get(path) is not value
-            and _storage_of(value) in storages
-            and _storage_of(now.values.get(path)) != _storage_of(value)
+            and storage_of(value) in storages
+            and storage_of(now.values.get(path)) != storage_of(value)
         ]
         carried += [
             path
             for path, owner, before in self._noted.sequences[self._noted.num_strict :]
             if isinstance(owner, list | deque)
             and len(owner) != len(before)
-            and any(isinstance(each, Tensor) and _storage_of(each) in storages for each in before)
+            and any(isinstance(each, Tensor) and storage_of(each) in storages for each in before)
         ]
         if carried:
             raise CaptureError(
@@ -177,7 +197,7 @@ class Attributes:
                 where=where,
                 fix="keep it in a buffer and write into that (copy_)",
             )
-        computed = {_join(path, name) for path, module in self._modules for name in _set_by_hooks(module)}
+        computed = {join(path, name) for path, module in self._modules for name in _set_by_hooks(module)}
         left = [
             path
             for path, value in now.values.items()
@@ -290,14 +310,14 @@ class _Noted:
                 found += [f"{path}[{index}]" for index, (now, then) in pairs if not _is_same(now, then)]
         for path, owner, keys in self.dicts:
             if len(owner) != len(keys):
-                found += [_join(path, _named(key)) for key in owner.keys() - set(keys)]
+                found += [join(path, key_name(key)) for key in owner.keys() - set(keys)]
         return found
 
     def counted(self, now: _Noted) -> Iterator[str]:
         """Numbers, texts and flags that are no longer as they were, and what is kept in another way, in words."""
         for path, value in self.values.items():
             after = now.values.get(path, GONE)
-            if isinstance(value, _PLAIN) and after is not GONE and not _is_same(after, value):
+            if isinstance(value, PLAIN) and after is not GONE and not _is_same(after, value):
                 yield f"{path} ({value!r} before, {after!r} after)"
         for path, size in self.sizes.items():
             if now.sizes.get(path, size) != size:
@@ -360,7 +380,7 @@ def _holds_any(sequence: tuple[str, Any, tuple[Any, ...]], paths: set[str]) -> b
     return any(f"{path}[{index}]" in paths for index in range(len(elements)))
 
 
-def _walk(modules: Iterable[Named], places: Iterable[Place] = ()) -> _Noted:
+def _walk(modules: Iterable[Named], callables: Iterable[tuple[str, Any]] = (), places: Iterable[Place] = ()) -> _Noted:
     """Note everything, the nearest first, and each object once."""
     modules = list(modules)
     found = _Noted()
@@ -370,6 +390,11 @@ def _walk(modules: Iterable[Named], places: Iterable[Place] = ()) -> _Noted:
     for index, (path, module) in enumerate(modules):
         left_out = own if index else own | {"forward"}
         level += _note_dict(found, path, module.__dict__, left_out)
+    for path, value in callables:
+        held = held_by(path, value)
+        found.slots += held.cells
+        level += held.values
+        level += [each for place, owner in held.dicts for each in _note_dict(found, place, owner)]
     _descend(found, level, seen, own)
     found.num_strict = len(found.sequences)
     sizes = dict(found.sizes)
@@ -393,7 +418,7 @@ def _descend(found: _Noted, level: list[tuple[str, Any]], seen: set[int], own: f
         below: list[tuple[str, Any]] = []
         for path, value in level:
             found.values[path] = value
-            if value is None or isinstance(value, (*_PLAIN, Tensor)) or id(value) in seen:
+            if value is None or isinstance(value, (*PLAIN, Tensor)) or id(value) in seen:
                 continue
             if isinstance(value, (*_SEQUENCES, dict)):
                 found.sizes[path] = len(value)
@@ -437,8 +462,8 @@ def _look_into_object(found: _Noted, path: str, value: Any) -> list[tuple[str, A
         for name, member in vars(base).items():
             if isinstance(member, MemberDescriptorType):
                 each = getattr(value, name, GONE)
-                found.slots.append((_join(path, name), value, name, each))
-                inside.append((_join(path, name), each))
+                found.slots.append((join(path, name), value, name, each))
+                inside.append((join(path, name), each))
     return inside
 
 
@@ -446,7 +471,7 @@ def _note_dict(
     found: _Noted, path: str, owner: dict[Any, Any], left_out: frozenset[str] = frozenset()
 ) -> list[tuple[str, Any]]:
     found.dicts.append((path, owner, tuple(owner)))
-    noted = [(_join(path, _named(key)), owner, key, value) for key, value in owner.items() if key not in left_out]
+    noted = [(join(path, key_name(key)), owner, key, value) for key, value in owner.items() if key not in left_out]
     found.entries += noted
     return [(entry[0], entry[-1]) for entry in noted]
 
@@ -457,15 +482,6 @@ def _set_by_hooks(module: nn.Module) -> Iterator[str]:
         yield from (str(getattr(hook, name)) for name in ("name", "_tensor_name") if hasattr(hook, name))
 
 
-def _storage_of(value: Any) -> int | None:
-    if not isinstance(value, Tensor):
-        return None
-    try:
-        return torch_private.storage_key(value)
-    except (NotImplementedError, RuntimeError):  # Sparse: it has none.
-        return None
-
-
 def _is_same(mine: Any, theirs: Any) -> bool:
     if mine is theirs:
         return True
@@ -473,17 +489,4 @@ def _is_same(mine: Any, theirs: Any) -> bool:
         return False
     if isinstance(mine, tuple):
         return len(mine) == len(theirs) and all(map(_is_same, mine, theirs))
-    return isinstance(mine, _PLAIN) and bool(mine == theirs)
-
-
-def _named(key: Any) -> str:
-    """A key as a part of a path. Never looks at tensors."""
-    if isinstance(key, str):
-        return key
-    parts = key if isinstance(key, tuple) else (key,)
-    is_plain = all(part is None or isinstance(part, _PLAIN) for part in parts)
-    return f"[{key!r}]" if is_plain else f"[{type(key).__name__} {id(key)}]"
-
-
-def _join(path: str, name: str) -> str:
-    return path + name if name.startswith("[") else f"{path}.{name}" if path else name
+    return isinstance(mine, PLAIN) and bool(mine == theirs)

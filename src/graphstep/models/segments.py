@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from torch import Tensor, nn
@@ -20,6 +20,12 @@ class Segment:
     """``fn(*carried, *context)`` returns what the next segment receives as ``carried``."""
     modules: tuple[nn.Module, ...]
     """The modules that own every parameter and buffer that ``fn`` reads."""
+    part_of: str = ""
+    """``kind`` of the wider part that it belongs to, whose name captures it as well, such as ``moe``."""
+
+    def is_captured_by(self, names: Collection[str]) -> bool:
+        """True if one of these names of ``CudaGraphModule`` means it; none named means everything."""
+        return not names or self.kind in names or self.part_of in names
 
 
 class SegmentedModule(nn.Module):

@@ -202,9 +202,9 @@ def graph_step(step_fn: Callable[P, R] | None = None, **options: Any) -> Any:
     The graph makes its gradients where ``zero_grad()`` in the step would have them made anew. They are ``.grad`` after
     the call, until the next one; what is kept longer gets memory of its own.
 
-    A replay runs no Python of the function. Variables that its code names, and attributes of objects that it reads or is
-    given, are compared before each replay; when one has changed, the step is captured anew. What is to change often is
-    given in a tensor on the device.
+    A replay runs no Python of the function. Variables that its code names, and attributes of objects that it reads or
+    is given, are compared before each replay; when one has changed, the step is captured anew. What is to change often
+    is given in a tensor on the device.
 
     Args:
         step_fn: takes tensors, and values that are compared, in any nesting; returns tensors in any nesting.

@@ -34,7 +34,8 @@ def modules_and_regions(regions: Mapping[str, str]) -> Problem:
 def nothing_to_capture(model: nn.Module, modules: Sequence[CudaGraphModule]) -> Problem:
     """Nothing in a model is what was asked for."""
     layers = [module for module in model.modules() if isinstance(module, SegmentedModule)]
-    kinds = sorted({segment.kind for layer in layers for segment in layer.segments() if segment.kind})
+    segments = [segment for layer in layers for segment in layer.segments()]
+    kinds = sorted({kind for segment in segments for kind in (segment.kind, segment.part_of) if kind})
     wanted = ", ".join(module.value for module in modules) or "whole layers"
     if kinds:
         fix = f"name some of: {', '.join(kinds)}"
