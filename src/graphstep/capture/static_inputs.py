@@ -39,6 +39,15 @@ class StaticInputs:
         """Of the static tensors: others than before where something was written into one."""
         return versions_of(self._tensors)
 
+    def copied_out(self, result: Any) -> Any:
+        """What a run returned, with copies of the tensors that lie in these: the next load would overwrite them."""
+        tensors, structure = flatten(result)
+        own = {tensor.untyped_storage().data_ptr() for tensor in self._tensors if tensor.numel()}
+        inside = [tensor.layout is torch.strided and tensor.untyped_storage().data_ptr() in own for tensor in tensors]
+        if not any(inside):
+            return result
+        return unflatten(structure, [t.clone() if is_own else t for t, is_own in zip(tensors, inside, strict=True)])
+
     def load(self, arguments: Any) -> None:
         """Copy the tensors of another call with the same signature into place.
 
