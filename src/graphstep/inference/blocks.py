@@ -15,8 +15,8 @@ RESERVED_BLOCK = 0
 def extend_keys(keys: list[bytes], tokens: array[int], block_size: int) -> None:
     """Append the keys of the full blocks of ``tokens`` that ``keys`` has none for.
 
-    A key stands for the tokens of its block and of all before it. It is a cryptographic hash: two prefixes of equal keys
-    would make one request read the cache of another.
+    A key stands for the tokens of its block and of all before it. It is a cryptographic hash: two prefixes of equal
+    keys would make one request read the cache of another.
     """
     width = block_size * tokens.itemsize
     view = memoryview(tokens).cast("B")
@@ -28,8 +28,8 @@ def extend_keys(keys: list[bytes], tokens: array[int], block_size: int) -> None:
 class BlockPool:
     """Hands out blocks, counts who holds each, and remembers blocks whose contents can serve others.
 
-    A block is free (no contents of use), idle (held by nobody, findable by its key) or held (by one request or several).
-    Idle blocks are taken when there are no free ones, the one that was released longest ago first.
+    A block is free (no contents of use), idle (held by nobody, findable by its key) or held (by one request or
+    several). Idle blocks are taken when there are no free ones, the one that was released longest ago first.
 
     Args:
         num_blocks: blocks of the cache, the reserved one included.
