@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from graphstep.errors import RequestError
-from graphstep.inference.requests import SAMPLING_FORMAT, Request, SamplingParams
+from graphstep.inference.requests import SAMPLING_FORMAT, DrawNeeds, Request, SamplingParams
 
 
 @pytest.mark.parametrize(
@@ -57,6 +57,16 @@ def test_all_problems_at_once() -> None:
 def test_what_drawing_takes(settings: dict[str, Any], is_greedy: bool, is_filtered: bool) -> None:
     chosen = SamplingParams(**settings)
     assert (chosen.is_greedy, chosen.is_filtered) == (is_greedy, is_filtered)
+
+
+def test_needs_of_several_requests() -> None:
+    greedy, plain = SamplingParams(temperature=0), SamplingParams(logprobs=0)
+    filtered, top = SamplingParams(top_k=3), SamplingParams(temperature=0, logprobs=5)
+    assert DrawNeeds.of_flags([]) == DrawNeeds()
+    assert DrawNeeds.of_flags([greedy.draw_flags]) == DrawNeeds()
+    assert DrawNeeds.of_flags([plain.draw_flags, greedy.draw_flags]) == DrawNeeds(True, False, True, 0)
+    assert DrawNeeds.of_flags([filtered.draw_flags]) == DrawNeeds(True, True, False, 0)
+    assert DrawNeeds.of_flags([filtered.draw_flags, top.draw_flags]) == DrawNeeds(True, True, True, 5)
 
 
 def test_packed_settings() -> None:

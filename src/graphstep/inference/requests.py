@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import enum
+import functools
 import math
+import operator
 import struct
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -56,6 +58,12 @@ class SamplingParams:
     def is_filtered(self) -> bool:
         """Are tokens drawn from a part of the vocabulary?"""
         return not self.is_greedy and (self.top_k > 0 or self.top_p < 1)
+
+    @property
+    def draw_flags(self) -> int:
+        """Return what drawing takes, as `DrawNeeds.of_flags` reads it."""
+        has_logprobs = self.logprobs is not None
+        return (not self.is_greedy) | self.is_filtered << 1 | has_logprobs << 2 | (self.logprobs or 0) << 3
 
     def packed(self, seed: int) -> bytes:
         """Return what `SAMPLING_FORMAT` describes.
@@ -113,6 +121,26 @@ def _problem(name: str, expected: str, value: object) -> Problem:
     )
 
 
+@dataclass(frozen=True, slots=True)
+class DrawNeeds:
+    """What has to be computed from the logits of a step. Known to the host, so that nothing else is computed."""
+
+    is_random: bool = False
+    """Some request does not take the most likely token."""
+    is_filtered: bool = False
+    """Some request draws from a part of the vocabulary."""
+    has_logprobs: bool = False
+    """Some request wants the log-probabilities of its tokens."""
+    num_top: int = 0
+    """Most alternatives that a request wants."""
+
+    @classmethod
+    def of_flags(cls, flags: Sequence[int]) -> DrawNeeds:
+        """Return what serves all requests with these flags."""
+        every = functools.reduce(operator.or_, flags, 0)
+        return cls(bool(every & 1), bool(every & 2), bool(every & 4), max(flags, default=0) >> 3)
+
+
 class RequestState(enum.Enum):
     """WAITING -> RUNNING -> FINISHED; a request that has to give up its blocks goes back to WAITING."""
 
@@ -145,6 +173,7 @@ class Request:
     """Ends when it has so many tokens."""
     packed_sampling: bytes
     """Settings as `SAMPLING_FORMAT`, with the seed that is used."""
+    draw_flags: int = 0
     state: RequestState = RequestState.WAITING
     finish_reason: FinishReason | None = None
     is_prefilling: bool = True
@@ -180,7 +209,7 @@ class Request:
         return self.state is RequestState.FINISHED
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: there is one for each token of each request
 class Output:
     """What a step gave to a request."""
 

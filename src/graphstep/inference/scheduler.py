@@ -117,7 +117,8 @@ class Scheduler:
         number = self._num_added
         seed = (self._seed * 0x9E3779B97F4A7C15 + number) % 2**63
         length = min(len(prompt) + sampling.max_new_tokens, self.limits.max_sequence_length)
-        request = Request(number, array("i", prompt), len(prompt), sampling, length, sampling.packed(seed))
+        tokens, packed = array("i", prompt), sampling.packed(seed)
+        request = Request(number, tokens, len(prompt), sampling, length, packed, sampling.draw_flags)
         self._num_added += 1
         self._waiting.append(request)
         return request
@@ -207,15 +208,22 @@ class Scheduler:
             if not draws:
                 continue
             token = tokens[index]
-            reason = self._end_after(request, token)
-            if token != NOT_FINITE:
-                request.tokens.append(token)
             request.is_prefilling = False
+            if token == NOT_FINITE:
+                ended.append((request, FinishReason.ERROR))
+                outputs.append(Output(request, None, finish_reason=FinishReason.ERROR))
+                continue
+            request.tokens.append(token)
+            sampling, reason = request.sampling, None
+            if token in sampling.stop_tokens:
+                reason = FinishReason.STOP
+            elif len(request.tokens) >= request.max_length:
+                reason = FinishReason.LENGTH
             if reason is not None:
                 ended.append((request, reason))
-            wanted = request.sampling.logprobs
-            if wanted is None or token == NOT_FINITE:
-                outputs.append(Output(request, None if token == NOT_FINITE else token, finish_reason=reason))
+            wanted = sampling.logprobs
+            if wanted is None:
+                outputs.append(Output(request, token, None, (), reason))
             else:
                 logprob = None if logprobs is None else logprobs[index]
                 top = () if top_logprobs is None else tuple(top_logprobs[index][:wanted])
@@ -418,13 +426,6 @@ class Scheduler:
         for index in range(request.num_recorded, request.num_computed // size):
             self.blocks.record(request.block_keys[index], request.block_table[index])
         request.num_recorded = request.num_computed // size
-
-    def _end_after(self, request: Request, token: int) -> FinishReason | None:
-        if token == NOT_FINITE:
-            return FinishReason.ERROR
-        if token in request.sampling.stop_tokens:
-            return FinishReason.STOP
-        return FinishReason.LENGTH if len(request.tokens) + 1 >= request.max_length else None
 
     def _finish(self, request: Request, reason: FinishReason) -> None:
         if request.state is RequestState.RUNNING:

@@ -6,7 +6,7 @@ from array import array
 from dataclasses import dataclass, field
 
 from graphstep.inference.blocks import RESERVED_BLOCK
-from graphstep.inference.requests import Request, SamplingParams
+from graphstep.inference.requests import DrawNeeds, Request, SamplingParams
 from graphstep.inference.shapes import BatchShape
 
 
@@ -49,13 +49,8 @@ class Step:
     @property
     def needs(self) -> DrawNeeds:
         """What drawing the tokens of this step takes."""
-        drawing = [request.sampling for request, draws in zip(self.requests, self.draws, strict=True) if draws]
-        return DrawNeeds(
-            any(not each.is_greedy for each in drawing),
-            any(each.is_filtered for each in drawing),
-            any(each.logprobs is not None for each in drawing),
-            max((each.logprobs or 0 for each in drawing), default=0),
-        )
+        flags = [request.draw_flags for request, draws in zip(self.requests, self.draws, strict=True) if draws]
+        return DrawNeeds.of_flags(flags)
 
     def append(self, request: Request, length: int) -> None:
         """Compute the next ``length`` tokens of a request."""
@@ -69,20 +64,6 @@ class Step:
         self.sampling.append(request.packed_sampling)
         self.draws.append(start + length == len(request.tokens))
         self.num_prefill += request.is_prefilling
-
-
-@dataclass(frozen=True, slots=True)
-class DrawNeeds:
-    """What has to be computed from the logits of a step. Known to the host, so that nothing else is computed."""
-
-    is_random: bool = False
-    """Some request does not take the most likely token."""
-    is_filtered: bool = False
-    """Some request draws from a part of the vocabulary."""
-    has_logprobs: bool = False
-    """Some request wants the log-probabilities of its tokens."""
-    num_top: int = 0
-    """Most alternatives that a request wants."""
 
 
 def dummy_step(shape: BatchShape, max_sequence_length: int) -> Step:
