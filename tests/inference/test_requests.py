@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from graphstep.errors import RequestError
-from graphstep.inference.requests import SAMPLING_FORMAT, DrawNeeds, Request, SamplingParams
+from graphstep.inference.requests import SAMPLING_FORMAT, DrawNeeds, Request, SamplingParams, draw_key
 
 
 @pytest.mark.parametrize(
@@ -71,8 +71,15 @@ def test_needs_of_several_requests() -> None:
 
 def test_packed_settings() -> None:
     packed = SamplingParams(temperature=0.5, top_p=0.25, top_k=2**40, seed=-7).packed(3)
-    assert struct.unpack(SAMPLING_FORMAT, packed) == (-7, 0.5, 0.25, 2**31 - 1, 0)
-    assert struct.unpack(SAMPLING_FORMAT, SamplingParams().packed(3)) == (3, 1.0, 1.0, 0, 0)
+    assert struct.unpack(SAMPLING_FORMAT, packed) == (draw_key(-7), 0.5, 0.25, 2**31 - 1, 0)
+    assert struct.unpack(SAMPLING_FORMAT, SamplingParams().packed(3)) == (draw_key(3), 1.0, 1.0, 0, 0)
+
+
+def test_draw_keys_differ_and_are_signed() -> None:
+    keys = [draw_key(seed) for seed in (*range(-500, 500), 2**63 - 1, -(2**63))]
+    assert len({key % 2**32 for key in keys}) == len({key >> 32 for key in keys}) == len(keys)
+    assert all(-(2**63) <= key < 2**63 for key in keys)
+    assert 400 < sum(key < 0 for key in keys) < 600
 
 
 def test_output_is_what_follows_the_prompt() -> None:

@@ -7,8 +7,8 @@ from tests.inference.worlds import World, reference
 
 from graphstep.errors import ConfigError, LifecycleError, RequestError
 from graphstep.inference.blocks import BlockPool
-from graphstep.inference.requests import FinishReason, RequestState, SamplingParams
-from graphstep.inference.scheduler import NOT_FINITE, Scheduler
+from graphstep.inference.requests import NOT_FINITE, FinishReason, RequestState, SamplingParams
+from graphstep.inference.scheduler import Scheduler
 from graphstep.inference.shapes import BatchLimits, BatchShape
 
 

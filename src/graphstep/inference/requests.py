@@ -15,7 +15,9 @@ from typing import Final
 from graphstep.errors import Problem, RequestError
 
 SAMPLING_FORMAT = "<qffii"
-"""How the settings of a request lie in the bytes that a step hands on: seed, temperature, top_p, top_k, unused."""
+"""How the settings of a request lie in the bytes that a step hands on: draw key, temperature, top_p, top_k, unused."""
+NOT_FINITE = -1
+"""The token that is drawn from logits that are NaN or infinite. It ends the request."""
 MAX_TOP_LOGPROBS = 20
 """Most alternatives that can be asked for at each token."""
 SEED_RANGE = range(-(2**63), 2**63)
@@ -71,8 +73,8 @@ class SamplingParams:
         Args:
             seed: used where the request names none.
         """
-        chosen = seed if self.seed is None else self.seed
-        return struct.pack(SAMPLING_FORMAT, chosen, self.temperature, self.top_p, min(self.top_k, 2**31 - 1), 0)
+        key = draw_key(seed if self.seed is None else self.seed)
+        return struct.pack(SAMPLING_FORMAT, key, self.temperature, self.top_p, min(self.top_k, 2**31 - 1), 0)
 
     def _problems(self) -> Iterator[Problem]:
         whole = ("max_new_tokens", "top_k", "seed", "logprobs")
@@ -110,6 +112,18 @@ _RANGES: Final = {
     "seed": "a signed 64-bit number",
     "logprobs": f"0 to {MAX_TOP_LOGPROBS}",
 }
+
+
+def draw_key(seed: int) -> int:
+    """Return the key of a request's random numbers: 64 bits that look unrelated even for seeds next to each other.
+
+    Source: the mixing step of SplitMix64 (Steele, Lea, Flood 2014).
+    """
+    mixed = (seed + 0x9E3779B97F4A7C15) % 2**64
+    mixed = (mixed ^ mixed >> 30) * 0xBF58476D1CE4E5B9 % 2**64
+    mixed = (mixed ^ mixed >> 27) * 0x94D049BB133111EB % 2**64
+    mixed ^= mixed >> 31
+    return mixed - 2**64 if mixed >= 2**63 else mixed
 
 
 def _problem(name: str, expected: str, value: object) -> Problem:
@@ -172,7 +186,7 @@ class Request:
     max_length: int
     """Ends when it has so many tokens."""
     packed_sampling: bytes
-    """Settings as `SAMPLING_FORMAT`, with the seed that is used."""
+    """Settings as `SAMPLING_FORMAT`, with the key of the seed that is used."""
     draw_flags: int = 0
     state: RequestState = RequestState.WAITING
     finish_reason: FinishReason | None = None

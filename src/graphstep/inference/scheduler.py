@@ -12,12 +12,9 @@ from dataclasses import dataclass
 from graphstep.errors import ConfigError, LifecycleError, Problem, RequestError
 from graphstep.inference.blocks import BlockPool, extend_keys
 from graphstep.inference.matching import GraphMatcher
-from graphstep.inference.requests import FinishReason, Output, Request, RequestState, SamplingParams
+from graphstep.inference.requests import NOT_FINITE, FinishReason, Output, Request, RequestState, SamplingParams
 from graphstep.inference.shapes import BatchLimits, BatchShape
 from graphstep.inference.step import Step
-
-NOT_FINITE = -1
-"""Token of a request whose logits are not finite; see `sampling.sample`."""
 
 _MOST_PASSED = 16
 """Waiting requests that are looked at in a step although a graph for them is missing."""
