@@ -118,7 +118,7 @@ class Case:
             num_steps: different steps of data.
         """
         training = config.training
-        origin = build_model(config.model, seed=training.seed, bf16=training.bf16, device=torch.device("cpu"))
+        origin = build_model(config, device=torch.device("cpu"))
         generator = torch.Generator().manual_seed(training.seed + 1)
         shape = (training.micro_batch_size, config.model.seq_length + 1)
 

@@ -37,9 +37,27 @@ MODELS: Final[Mapping[str, Words]] = {
         **{"--num-layers": "24", "--hidden-size": "1024", "--num-attention-heads": "16", "--seq-length": "1024"},
         **_COMMON_WORDS,
     },
+    "moe": {
+        **{"--num-layers": "8", "--hidden-size": "768", "--num-attention-heads": "12", "--seq-length": "512"},
+        **{"--num-experts": "32", "--moe-router-topk": "4", "--moe-ffn-hidden-size": "768"},
+        **{"--moe-router-load-balancing-type": "none", "--moe-router-dtype": "fp32"},
+        **{"--normalization": "RMSNorm", "--position-embedding-type": "rope"},
+        **{"--moe-grouped-gemm": "", "--swiglu": "", "--disable-bias-linear": ""},
+        **{"--untie-embeddings-and-output-weights": ""},
+        **_COMMON_WORDS,
+    },
+    "hybrid": {
+        **{"--hybrid-layer-pattern": "MM*-MM*-M*-*", "--hidden-size": "768", "--num-attention-heads": "12"},
+        **{"--seq-length": "512", "--normalization": "RMSNorm", "--position-embedding-type": "none"},
+        **{"--disable-bias-linear": ""},
+        **_COMMON_WORDS,
+    },
 }
-"""The models of the project's numbers. The width of the MLP follows: four times the hidden size."""
+"""The models of the project's numbers; a value of "" is an option without one. The width of a dense MLP follows: four
+times the hidden size. ``moe`` has the shape of a Qwen3-MoE of Hugging Face, ``hybrid`` 12 layers, 4 of them attention."""
 
+_MODEL_SECTIONS: Final = ("model", "layers", "moe", "mamba", None)
+"""Sections whose options say what the model is."""
 _WITH_EFFECT: Final = ("micro_batch_size", "seed", "device", "make_vocab_size_divisible_by", "bf16")
 """Options outside the model's that the benchmarks heed."""
 
@@ -158,7 +176,7 @@ def read_model(rest: Sequence[str], given: argparse.Namespace, base: Words, *, n
         UserInputError: all problems.
     """
     spelled = {word.partition("=")[0] for word in rest}
-    words = [word for option, value in base.items() if option not in spelled for word in (option, value)]
+    words = [word for option, value in base.items() if option not in spelled for word in (option, value) if word]
     if not given.fp32 and "--bf16" not in spelled:
         words.append("--bf16")
     problems = [*_contradictions(spelled, given), *_without_effect(spelled, given)]
@@ -191,7 +209,7 @@ def _contradictions(spelled: set[str], given: argparse.Namespace) -> Iterator[Pr
 
 def _without_effect(spelled: set[str], given: argparse.Namespace) -> Iterator[Problem]:
     for option in OPTIONS:
-        is_heeded = option.section in ("model", None) or option.dest in _WITH_EFFECT
+        is_heeded = option.section in _MODEL_SECTIONS or option.dest in _WITH_EFFECT
         for spelling in () if is_heeded else spelled.intersection(option.spellings):
             has_substitute = option.dest == "global_batch_size" and "num_microbatches" in given
             fix = "use --num-microbatches" if has_substitute else "leave it out"

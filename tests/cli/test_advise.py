@@ -42,12 +42,22 @@ def test_every_row_is_used_and_one_implementation_is_named() -> None:
     [
         ("--scenario dense", "--cuda-graph-impl full_iteration --no-check-for-nan-in-loss-and-grad"),
         ("--scenario dense --dynamic-shapes", "--cuda-graph-impl local"),
-        ("--scenario=moe", "--cuda-graph-impl local --cuda-graph-modules attn moe_router moe_preprocess"),
         (
-            "--scenario moe --pipeline 4",
-            "--cuda-graph-impl transformer_engine --cuda-graph-modules attn moe_router moe_preprocess",
+            "--scenario=moe",
+            "--cuda-graph-impl full_iteration --no-check-for-nan-in-loss-and-grad --moe-grouped-gemm --bf16",
         ),
-        ("--scenario hybrid", "--cuda-graph-impl local --cuda-graph-modules mamba attn"),
+        (
+            "--scenario moe --experts-parallel 8",
+            "--cuda-graph-impl local --cuda-graph-modules attn moe_router moe_preprocess "
+            "--moe-token-dispatcher-type alltoall --moe-pad-experts-for-cuda-graph-inference",
+        ),
+        (
+            "--scenario moe --experts-parallel 8 --pipeline 4",
+            "--cuda-graph-impl transformer_engine --cuda-graph-modules attn moe_router moe_preprocess "
+            "--moe-token-dispatcher-type alltoall",
+        ),
+        ("--scenario hybrid", "--cuda-graph-impl full_iteration --no-check-for-nan-in-loss-and-grad"),
+        ("--scenario hybrid --dynamic-shapes", "--cuda-graph-impl local --cuda-graph-modules mamba attn"),
         (
             "--scenario inference",
             "--cuda-graph-impl local --inference-cuda-graph-scope block --decode-only-cuda-graphs",

@@ -88,6 +88,10 @@ PROBLEMS: dict[str, str | Example] = {
     "topk-exceeds-experts": f"{EXPERTS} --moe-router-topk 5",
     "layer-freq-length": f"{EXPERTS} --moe-layer-freq [0,1]",
     "topk-one-softmax": f"{EXPERTS} --moe-router-topk 1",
+    "group-topk-needs-groups": f"{EXPERTS} --moe-router-group-topk 1",
+    "group-topk-exceeds-groups": f"{EXPERTS} --moe-router-num-groups 2 --moe-router-group-topk 3",
+    "groups-divide-experts": f"{EXPERTS} --moe-router-num-groups 3 --moe-router-group-topk 2",
+    "groups-hold-topk": f"{EXPERTS} --moe-router-num-groups 4 --moe-router-group-topk 1",
     "expert-bias-score": f"{EXPERTS} --moe-router-enable-expert-bias",
     "capacity-balancing": f"{EXPERTS} --moe-expert-capacity-factor 1 --moe-router-load-balancing-type sinkhorn",
     "padding-needs-capacity": f"{EXPERTS} --moe-pad-expert-input-to-capacity",
@@ -253,6 +257,8 @@ NOTICES: dict[str, str | Example] = {
     "optimizer-graph-host-reads": "--optimizer-cuda-graph --optimizer sgd",
     "rng-tracker-without-effect": "--te-rng-tracker",
     "many-experts-router": "--num-experts 64",
+    "expert-groups-without-effect": f"{EXPERTS} --moe-router-num-groups 2",
+    "grouped-gemm-half-precision": f"{EXPERTS} {LOCAL} --moe-grouped-gemm",
     "uneven-dispatch-host-reads": f"{EXPERTS} {FULL} --moe-hybridep-pad-uneven-dispatch-inputs",
     "recompute-router-norm": f"{EXPERTS} {TE} --cuda-graph-modules moe_router {SELECTIVE} layernorm",
     "offload-norm-in-graph": Example(f"{TE} --cuda-graph-modules attn {FINE} attn_norm", OFFLOAD),
@@ -270,7 +276,7 @@ NOTICES: dict[str, str | Example] = {
 TRAINING_PROBLEMS: dict[str, str | Example] = {
     "not-available-retain": f"{LOCAL} --cuda-graph-retain-backward-graph",
     "not-available-ranks": Example("", TWO_RANKS),
-    "not-available-hybrid-layer-pattern": "--hybrid-layer-pattern M*-",
+    "not-available-pattern-letter": "--hybrid-layer-pattern *G",
     "not-available-mtp-num-layers": "--mtp-num-layers 1",
     "not-available-multi-latent-attention": "--multi-latent-attention",
     "not-available-fp16": "--fp16",
@@ -288,7 +294,15 @@ TRAINING_PROBLEMS: dict[str, str | Example] = {
     "not-available-recompute-granularity": "--recompute-granularity selective",
     "not-available-cpu-offloading-num-layers": "--cpu-offloading-num-layers 1",
     "not-available-fine-grained-activation-offloading": Example(f"{FINE} core_attn", OFFLOAD),
-    "not-available-num-experts": EXPERTS,
+    "not-available-moe-latent-size": f"{EXPERTS} --moe-latent-size 8",
+    "not-available-flex-dispatcher": f"{EXPERTS} --moe-token-dispatcher-type flex",
+    "mamba-head-dim-divides": "--hybrid-layer-pattern M* --mamba-head-dim 96 --mamba-num-groups 1",
+    "mamba-groups-divide-heads": "--hybrid-layer-pattern M*",
+    "moe-grouped-gemm-bias": f"{EXPERTS} --moe-grouped-gemm",
+    "moe-grouped-gemm-sizes": f"{EXPERTS} --moe-grouped-gemm --disable-bias-linear --moe-ffn-hidden-size 60",
+    "pattern-needs-experts": "--hybrid-layer-pattern -*E",
+    "topk-exceeds-one-expert": "--num-experts 1",
+    "whole-layers-need-static-experts": f"{EXPERTS} {LOCAL}",
     "not-available-perform-rl-step": RL,
 }
 # These come only together with others that are not available either.
@@ -298,6 +312,7 @@ TRAINING_PROBLEMS_TOGETHER: dict[str, str | Example] = {
     "not-available-context-parallel-size": Example("--context-parallel-size 2", TWO_RANKS),
     "not-available-expert-model-parallel-size": Example(EP, TWO_RANKS),
     "not-available-tensor-parallel-num-weight-shards": Example(SHARDS, TWO_RANKS),
+    "not-available-moe-expert-rank-capacity-factor": f"{EXPERTS} {FUSED} {BUDGET} --disable-bias-linear",
     "not-available-hybrid-context-parallel": (
         "--hybrid-context-parallel --calculate-per-token-loss --dataloader-type single"
     ),
@@ -314,6 +329,8 @@ NOTICES_TOGETHER: dict[str, str | Example] = {
 }
 TRAINING_NOTICES: dict[str, str | Example] = {
     "inference-scope-without-effect": f"{LOCAL} --inference-cuda-graph-scope block",
+    "experts-without-layer": f"{EXPERTS} --hybrid-layer-pattern *-",
+    "dynamic-experts-stay-eager": f"{EXPERTS} {LOCAL} --cuda-graph-policy auto",
     "pool-always-single": f"{FULL} --no-cuda-graph-use-single-mempool",
 }
 
@@ -388,7 +405,15 @@ WRONG_VALUES: dict[str, tuple[object, ...]] = {
     "moe_ffn_hidden_size": (0,),
     "moe_router_topk": (0,),
     "moe_shared_expert_intermediate_size": (0,),
+    "mamba_state_dim": (0,),
+    "mamba_head_dim": (-1,),
+    "mamba_num_groups": (0,),
+    "mamba_num_heads": (0,),
     "moe_latent_size": (0,),
+    "moe_router_num_groups": (0,),
+    "moe_router_group_topk": (-1,),
+    "moe_router_topk_scaling_factor": (0.0, -1.0),
+    "moe_router_bias_update_rate": (-1e-3,),
     "moe_expert_capacity_factor": (0.0,),
     "moe_expert_rank_capacity_factor": (0.0, -1.0),
     "moe_paged_stash_page_size": (0, -4),

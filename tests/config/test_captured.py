@@ -95,3 +95,52 @@ def test_layers_are_counted() -> None:
     config = from_argv(["--num-layers", "5", "--num-experts", "4", "--moe-layer-freq", "2"], {})
     counts = {module: layers_with(config, module) for module in ("attn", "mlp", "moe", "moe_router", "mamba")}
     assert counts == {"attn": 5, "mlp": 2, "moe": 3, "moe_router": 3, "mamba": 0}
+
+
+GROUPED = "in graphs, and no token is dropped: the rows of each are known on the device alone"
+PARTS = "--cuda-graph-modules attn moe_router moe_preprocess"
+
+
+@pytest.mark.parametrize(
+    ("argv", "line"),
+    [
+        ("--moe-grouped-gemm --bf16", GROUPED),
+        ("--moe-grouped-gemm", f"{GROUPED} (on the CPU only: on a GPU that needs --bf16)"),
+        ("", "eager, because experts that run one after another learn their numbers of tokens on the host"),
+        (PARTS, "eager, because experts that run one after another learn their numbers of tokens on the host"),
+        (
+            f"{PARTS} --moe-grouped-gemm --bf16",
+            "eager beside the graphs; their shapes are static, so that module moe or whole layers take them in",
+        ),
+        (
+            "--moe-expert-capacity-factor 1 --moe-pad-expert-input-to-capacity",
+            "in graphs, each padded to its capacity; tokens beyond it are dropped",
+        ),
+        (
+            "--moe-grouped-gemm --bf16 --moe-expert-capacity-factor 1",
+            "in graphs, and what is beyond the capacity is dropped: the rows of each are known on the device alone",
+        ),
+        (
+            "--moe-grouped-gemm --bf16 --expert-model-parallel-size 2",
+            "eager, because ranks exchange numbers of tokens that they learn on the host",
+        ),
+        (
+            "--moe-grouped-gemm --bf16 --moe-token-dispatcher-type flex",
+            "eager, because the flex dispatcher learns numbers of tokens on the host",
+        ),
+        (
+            "--moe-grouped-gemm --device cuda",
+            "eager, because the grouped matrix multiplication of a GPU reads its offsets on the host unless it is one "
+            "of bf16",
+        ),
+    ],
+)
+def test_experts_in_words(argv: str, line: str) -> None:
+    words = ["--num-experts", "4", "--cuda-graph-impl", "local", *argv.split()]
+    assert describe_capture(from_argv(words, {"WORLD_SIZE": "2"}))[1] == f"experts: {line}"
+
+
+@pytest.mark.parametrize("argv", ["", "--cuda-graph-impl local --hybrid-layer-pattern M*", "--skip-train"])
+def test_no_line_about_experts_where_none_is_captured(argv: str) -> None:
+    lines = describe_capture(from_argv(["--num-experts", "4", *argv.split()], {}))
+    assert not any(line.startswith("experts") for line in lines)

@@ -47,6 +47,8 @@ SPELLINGS = """
 --num-experts --moe-layer-freq --moe-ffn-hidden-size --moe-router-topk --moe-router-load-balancing-type
 --moe-aux-loss-coeff --moe-z-loss-coeff --moe-router-pre-softmax --moe-router-score-function
 --moe-router-enable-expert-bias --moe-router-dtype --moe-router-padding-for-quantization --moe-input-jitter-eps
+--moe-router-num-groups --moe-router-group-topk --moe-router-topk-scaling-factor --moe-router-bias-update-rate
+--moe-shared-expert-gate --mamba-state-dim --mamba-head-dim --mamba-num-groups --mamba-num-heads
 --moe-token-dispatcher-type --moe-flex-dispatcher-backend --moe-grouped-gemm --moe-use-grouped-tensor
 --use-transformer-engine-op-fuser --moe-shared-expert-intermediate-size --moe-shared-expert-overlap --moe-latent-size
 --moe-permute-fusion --moe-expert-capacity-factor --moe-pad-expert-input-to-capacity --moe-token-drop-policy

@@ -77,6 +77,8 @@ def test_an_option_without_effect_in_train_is_a_notice_there(name: str) -> None:
     words = any_use_of(BY_NAME[name])
     if name == "transformer_impl":
         words = f"{words} --normalization RMSNorm --disable-bias-linear"
+    if name == "moe_use_grouped_tensor":
+        words = f"{words} --moe-grouped-gemm"
     assert set(noticed(words, for_training=True)) - set(noticed(words)) == {f"{name.replace('_', '-')}-unused-in-train"}
 
 
@@ -133,7 +135,13 @@ def test_a_rule_declares_what_it_looks_at_and_names_real_options(rule: Rule) -> 
         option.dest: option.default for option in OPTIONS if option.section is None
     }
     options |= dict.fromkeys(FACTS, 1) | {f"given_{option.dest}": True for option in OPTIONS}
-    options |= {"layer_modules": frozenset(), "te_version": (), "flashinfer_version": (), "given_half_of_router": True}
+    options |= {
+        "layer_modules": frozenset(),
+        "dynamic_experts": "",
+        "te_version": (),
+        "flashinfer_version": (),
+        "given_half_of_router": True,
+    }
     options |= {"unmatched_modules": "", "unknown_recompute_modules": "", "unknown_offload_modules": ""}
     options |= RunConfig().options() | {"cuda_graph_impl": "local", "cuda_graph_modules": ("mamba",)}
     options |= {"world_size": 1, "rank": 0, "expandable_segments": False}

@@ -8,17 +8,18 @@ from typing import Any
 import pytest
 import torch
 
-from graphstep.config import ModelConfig, from_argv
+from graphstep.config import RunConfig, from_argv
 from graphstep.training.option_differences import option_problems, precision_problem
 from graphstep.training.setup import architecture
 
 BASE = ("--num-layers", "2", "--hidden-size", "32", "--num-attention-heads", "4")
+EXPERTS = "--num-experts 4"
+HYBRID = "--hybrid-layer-pattern"
 
 
 def model(*argv: str) -> dict[str, Any]:
     """The architecture as a checkpoint holds it, with the options of ``BASE`` before those given."""
-    config = from_argv((*BASE, *argv)).model
-    return dict(json.loads(json.dumps(architecture(config))))
+    return dict(json.loads(json.dumps(architecture(from_argv((*BASE, *argv))))))
 
 
 def texts(here: Mapping[str, Any], saved: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -57,6 +58,41 @@ def texts(here: Mapping[str, Any], saved: Mapping[str, Any]) -> list[tuple[str, 
         ),
         ("--vocab-size 256", "--vocab-size 512", "--vocab-size is 256 here and 512", "--vocab-size 512"),
         ("--normalization RMSNorm", "", "--normalization is RMSNorm here and LayerNorm", "use --normalization LayerN"),
+        ("--num-experts 4", "", "--num-experts is 4 here and left out", "leave --num-experts out"),
+        ("", "--num-experts 4", "--num-experts is left out here and 4", "use --num-experts 4"),
+        (
+            f"{EXPERTS} --moe-layer-freq [0,1]",
+            EXPERTS,
+            "--moe-layer-freq is [0,1] here and 1",
+            "use --moe-layer-freq 1",
+        ),
+        (EXPERTS, f"{EXPERTS} --moe-layer-freq [0,1]", "--moe-layer-freq is 1 here and [0,1]", "-freq [0,1],"),
+        (
+            f"{EXPERTS} --moe-ffn-hidden-size 16",
+            EXPERTS,
+            "--moe-ffn-hidden-size is 16 here and 128",
+            "use --moe-ffn-hidden-size 128",
+        ),
+        (
+            EXPERTS,
+            f"{EXPERTS} --moe-router-score-function sigmoid",
+            "--moe-router-score-function is softmax here and sigmoid",
+            "use --moe-router-score-function sigmoid",
+        ),
+        (
+            f"{EXPERTS} --moe-shared-expert-intermediate-size 8",
+            EXPERTS,
+            "--moe-shared-expert-intermediate-size is 8 here and left out",
+            "leave --moe-shared-expert-intermediate-size out",
+        ),
+        (f"{HYBRID} M*", "", "--hybrid-layer-pattern is M* here and left out", "leave --hybrid-layer-pattern out"),
+        (f"{HYBRID} M*", f"{HYBRID} -*", "--hybrid-layer-pattern is M* here and -*", "use --hybrid-layer-pattern -*"),
+        (
+            f"{HYBRID} M* --mamba-state-dim 16",
+            f"{HYBRID} M*",
+            "--mamba-state-dim is 16 here and 128",
+            "use --mamba-state-dim 128",
+        ),
     ],
     ids=lambda text: text or "base",
 )
@@ -82,8 +118,18 @@ def test_several_options_are_all_named_and_following_the_advice_helps() -> None:
     assert texts(model(*here, *" ".join(words).split()), saved) == []
 
 
+def test_losses_and_capacities_may_change() -> None:
+    here = "--moe-aux-loss-coeff 0.1 --moe-router-load-balancing-type none --moe-expert-capacity-factor 2"
+    assert texts(model(*EXPERTS.split(), *here.split()), model(*EXPERTS.split())) == []
+
+
+def test_a_model_of_attention_and_mlp_has_what_it_had_before_there_were_others() -> None:
+    assert not any(name.startswith(("moe", "mamba", "num_experts", "hybrid")) for name in model())
+    assert not any(name.startswith(("moe", "num_experts")) for name in model(*EXPERTS.split(), *f"{HYBRID} M*".split()))
+
+
 def test_equal_architectures_have_no_problem() -> None:
-    assert texts(architecture(ModelConfig()), json.loads(json.dumps(architecture(ModelConfig())))) == []
+    assert texts(architecture(RunConfig()), json.loads(json.dumps(architecture(RunConfig())))) == []
 
 
 @pytest.mark.parametrize("value", [None, "32", [], {}, 1.5, True])

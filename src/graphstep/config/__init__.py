@@ -9,6 +9,7 @@ from graphstep.config.files import from_file
 from graphstep.config.inference import InferenceConfig
 from graphstep.config.layers import LayersConfig
 from graphstep.config.loop import LoopConfig
+from graphstep.config.mamba import MambaConfig
 from graphstep.config.memory import MemoryConfig
 from graphstep.config.model import ModelConfig
 from graphstep.config.moe import MoEConfig
@@ -39,6 +40,7 @@ __all__ = [
     "LayersConfig",
     "LoopConfig",
     "Machine",
+    "MambaConfig",
     "MemoryConfig",
     "MismatchPolicy",
     "MoEConfig",

@@ -73,8 +73,12 @@ _TRAINING = frozenset({_DENSE, _MOE, _HYBRID, _OWN})
 
 def _is_one_graph(facts: Facts) -> bool:
     """Can forward and backward of a whole step be one graph?"""
-    has_static_layers = facts.drop_and_pad if facts.scenario is _MOE else facts.scenario is not _HYBRID
-    return has_static_layers and not facts.dynamic_shapes
+    return _has_static_layers(facts) and not facts.dynamic_shapes
+
+
+def _has_static_layers(facts: Facts) -> bool:
+    """Can all of a layer be inside of a graph?"""
+    return facts.scenario is not _MOE or facts.drop_and_pad or facts.experts_parallel == 1
 
 
 def _is_pipeline(facts: Facts) -> bool:
@@ -119,7 +123,14 @@ ADVICE: tuple[Advice, ...] = (
         options="--cuda-graph-modules attn moe_router moe_preprocess",
         reason="how many tokens an expert gets changes from step to step: attention, router and what prepares the "
         "dispatch are captured, the experts run eagerly",
-        applies=lambda facts: not _is_one_graph(facts),
+        applies=lambda facts: not _has_static_layers(facts),
+    ),
+    Advice(
+        scenarios=frozenset({_MOE}),
+        options="--moe-grouped-gemm --bf16",
+        reason="all experts of one rank are one grouped matrix multiplication that finds the rows of each on the "
+        "device: shapes are static, and no token is dropped",
+        applies=lambda facts: facts.experts_parallel == 1 and not facts.drop_and_pad,
     ),
     Advice(
         scenarios=frozenset({_MOE}),
@@ -137,9 +148,8 @@ ADVICE: tuple[Advice, ...] = (
     Advice(
         scenarios=frozenset({_HYBRID}),
         options="--cuda-graph-modules mamba attn",
-        reason="Mamba and attention layers have many short kernels and static shapes; the others stay eager, "
-        "whatever they are",
-        applies=lambda facts: not _is_one_graph(facts),
+        reason="Mamba and attention layers have many short kernels; the others stay eager, whatever they are",
+        applies=lambda facts: facts.dynamic_shapes,
     ),
     Advice(
         scenarios=frozenset({_INFERENCE, _RL}),

@@ -223,7 +223,7 @@ def _facts(draft: _Draft, environment: Environment | None, machine: Machine) -> 
     facts |= model_facts(values)
     pattern = values["hybrid_layer_pattern"]
     if pattern is not None and not is_layer_pattern(pattern):
-        draft.wrong |= {"layer_modules", "unmatched_modules"}
+        draft.wrong |= {"layer_modules", "unmatched_modules", "dynamic_experts"}
     asks = values["perform_rl_step"] or (values["fp8_recipe"] == "mxfp8" and values["fp8_format"] is not None)
     facts |= machine_facts(machine, look=bool(asks))
     if environment is not None:

@@ -7,11 +7,12 @@ from collections.abc import Iterator
 from graphstep.config.derived import EXPERT_MODULES, pattern_layers
 from graphstep.config.layer_freq import moe_layers
 from graphstep.config.run import RunConfig
+from graphstep.config.static_experts import drops_and_pads, dynamic_experts, needs_half_precision
 from graphstep.config.switches import CapturePolicy, CudaGraphConfig, CudaGraphImpl, InferenceCudaGraphScope
 
 
 def describe_capture(config: RunConfig) -> tuple[str, ...]:
-    """Return one line for training, validation, optimizer and inference each."""
+    """Return one line for training, validation, optimizer and inference each, and one for experts if there are any."""
     return tuple(_lines(config))
 
 
@@ -33,6 +34,8 @@ def layers_with(config: RunConfig, module: str) -> int:
 
 def _lines(config: RunConfig) -> Iterator[str]:
     yield f"training: {_training(config)}"
+    if config.moe.num_experts is not None and layers_with(config, "moe") and not _captures_nothing(config):
+        yield f"experts: {_experts(config)}"
     yield f"validation: {_validation(config)}"
     after = f", after {_times(config.graphs.warmup_steps, 'eager step')}"
     is_whole = config.graphs.optimizer and config.graphs.impl is CudaGraphImpl.full_iteration
@@ -63,6 +66,25 @@ def _training(config: RunConfig) -> str:
     )
     rest = "; what cannot be captured runs eagerly" if graphs.policy is CapturePolicy.auto else ""
     return f"{kind} of {_parts(config)}{merged}, in the order of the first step, after that step{rest}"
+
+
+def _captures_nothing(config: RunConfig) -> bool:
+    graphs = config.graphs
+    return config.loop.skip_train or graphs.impl is CudaGraphImpl.none or _is_switched_off(graphs)
+
+
+def _experts(config: RunConfig) -> str:
+    options = config.options()
+    reason = dynamic_experts(options)
+    if reason:
+        return f"eager, because {reason}"
+    if config.graphs.modules and "moe" not in config.graphs.modules:
+        return "eager beside the graphs; their shapes are static, so that module moe or whole layers take them in"
+    if drops_and_pads(options):
+        return "in graphs, each padded to its capacity; tokens beyond it are dropped"
+    only = " (on the CPU only: on a GPU that needs --bf16)" if needs_half_precision(options) else ""
+    dropped = "no token" if config.moe.moe_expert_capacity_factor is None else "what is beyond the capacity"
+    return f"in graphs, and {dropped} is dropped: the rows of each are known on the device alone{only}"
 
 
 def _is_switched_off(graphs: CudaGraphConfig) -> bool:

@@ -8,6 +8,7 @@ from typing import Any
 
 from graphstep.config.choices import OFFLOAD_MODULES, RECOMPUTE_MODULES
 from graphstep.config.layer_freq import MAX_LAYERS, moe_layers
+from graphstep.config.static_experts import dynamic_experts
 
 EXPERT_MODULES = frozenset({"moe", "moe_router", "moe_preprocess"})
 _MODULES_OF_LAYER: Mapping[str, frozenset[str]] = {
@@ -93,6 +94,16 @@ def layer_modules(options: Mapping[str, Any]) -> frozenset[str]:
     return frozenset({"attn"}) | dense | (EXPERT_MODULES if any(has_experts) else frozenset())
 
 
+def has_expert_layers(options: Mapping[str, Any], modules: Collection[str]) -> bool:
+    """Has the model layers with experts?
+
+    Args:
+        options: values by name.
+        modules: parts of its layers.
+    """
+    return options["num_experts"] is not None and "moe" in modules
+
+
 def model_facts(options: Mapping[str, Any]) -> dict[str, Any]:
     """Return what rules look at and what is no option, as far as it follows from the options.
 
@@ -102,6 +113,7 @@ def model_facts(options: Mapping[str, Any]) -> dict[str, Any]:
     modules = layer_modules(options)
     return {
         "layer_modules": modules,
+        "dynamic_experts": dynamic_experts(options) if has_expert_layers(options, modules) else "",
         "unmatched_modules": unknown_words(options["cuda_graph_modules"], modules),
         "unknown_recompute_modules": unknown_words(options["recompute_modules"], RECOMPUTE_MODULES),
         "unknown_offload_modules": unknown_words(options["offload_modules"], OFFLOAD_MODULES),

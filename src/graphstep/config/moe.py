@@ -43,8 +43,16 @@ class MoEConfig(Section):
     """Softmax before the experts are chosen instead of after."""
     moe_router_score_function: ScoreFunction = "softmax"
     """Turns router logits into scores."""
+    moe_router_num_groups: int | None = None
+    """Groups of neighbouring experts of which a token chooses some first; None: no groups."""
+    moe_router_group_topk: int | None = None
+    """Groups a token chooses; its experts are in them (DeepSeek-AI 2024, "DeepSeek-V3", section 2.1.2)."""
+    moe_router_topk_scaling_factor: float | None = None
+    """What the weights of the chosen experts are multiplied by; None: 1."""
     moe_router_enable_expert_bias: bool = False
     """Balance with a bias an expert instead of a loss."""
+    moe_router_bias_update_rate: float = 1e-3
+    """How far the bias of an expert moves in a step."""
     moe_router_dtype: RouterDtype | None = None
     """Number format of the router; None: that of the model."""
     moe_router_padding_for_quantization: bool = False
@@ -71,6 +79,8 @@ class MoEConfig(Section):
     """Fuse the operations of an MLP."""
     moe_shared_expert_intermediate_size: int | None = None
     """Width of the shared expert; None: there is none."""
+    moe_shared_expert_gate: bool = False
+    """Weight what the shared expert gives with a sigmoid gate of its own."""
     moe_shared_expert_overlap: bool = False
     """Run the shared expert beside the exchange of tokens; it is outside of the router's graph then."""
     moe_latent_size: int | None = None

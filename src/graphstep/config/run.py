@@ -21,6 +21,7 @@ from graphstep.config.inference import InferenceConfig
 from graphstep.config.layer_freq import LAYER_FREQ, print_layer_freq
 from graphstep.config.layers import LayersConfig
 from graphstep.config.loop import LoopConfig
+from graphstep.config.mamba import MambaConfig
 from graphstep.config.memory import MemoryConfig
 from graphstep.config.model import ModelConfig
 from graphstep.config.moe import MoEConfig
@@ -62,6 +63,8 @@ class RunConfig:
     """Recomputation and offloading."""
     moe: MoEConfig = field(default_factory=MoEConfig)
     """Experts."""
+    mamba: MambaConfig = field(default_factory=MambaConfig)
+    """Sizes of Mamba layers."""
     inference: InferenceConfig = field(default_factory=InferenceConfig)
     """Inference with graphs."""
     rl: RLConfig = field(default_factory=RLConfig)
@@ -152,6 +155,7 @@ SECTIONS: Mapping[str, type] = {
     "parallel": ParallelConfig,
     "memory": MemoryConfig,
     "moe": MoEConfig,
+    "mamba": MambaConfig,
     "inference": InferenceConfig,
     "rl": RLConfig,
 }

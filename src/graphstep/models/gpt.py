@@ -1,4 +1,4 @@
-"""The reference GPT: embedding, a stack of segmented layers, output head.
+"""The reference model: embedding, a stack of segmented layers, output head.
 
 Shapes: B batch, S sequence, H hidden, D channels of a head, V vocabulary (padded).
 """
@@ -8,39 +8,53 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from graphstep.config.layers import LayersConfig
+from graphstep.config.mamba import MambaConfig
 from graphstep.config.model import ModelConfig
+from graphstep.config.moe import MoEConfig
 from graphstep.errors import ConfigError, Problem, UserInputError
+from graphstep.models.auxiliary_losses import GradientScale, mark_loss
 from graphstep.models.delayed_scaling import DelayedScaling
 from graphstep.models.embedding import Embedding
 from graphstep.models.head import OutputHead, token_cross_entropy
 from graphstep.models.initialization import WeightInitializer, initialize_weights
-from graphstep.models.layer import TransformerLayer
+from graphstep.models.layers import build_layers
+from graphstep.models.moe import routers
 from graphstep.models.rotary import RotaryTables
 
 
 class GPTModel(nn.Module):
-    """A decoder-only transformer in the manner of GPT-2 or Llama, as ``config`` says.
+    """A decoder-only transformer in the manner of GPT-2 or Llama, as ``config`` says; with experts, or as a hybrid of
+    Mamba, attention, MLP and expert layers, as ``moe`` and ``layers`` say.
 
     The forward suits CUDA graphs: it reads nothing back to the host, makes no tensor from Python values, changes no
     Python state, and its shapes follow from the shape of the tokens. It runs on the meta device as well.
 
     Args:
         config: sizes and choices; ``vocab_size`` must be set (padding it beyond the tokenizer's size is harmless).
+        moe: experts, router, token dispatcher; None: no experts.
+        layers: ``hybrid_layer_pattern`` says which layers there are; attention and MLP or experts in each if None.
+        mamba: sizes of Mamba layers; those of Megatron-LM if None.
         generator: source of the weights, so that they depend on its seed only; the CPU's default generator if None.
             A CPU generator gives equal weights on every device, and in bfloat16 those of float32, rounded.
-        fp8: recipe of the linear layers of attention and MLP, if they are to multiply in fp8. Each step has to be
-            marked then, see :func:`graphstep.models.mark_first_microbatch`; sizes are multiples of 16.
+        fp8: recipe of the linear layers of attention and MLP, not of experts and Mamba layers, if they are to multiply
+            in fp8. Each step has to be marked then, see :func:`graphstep.models.mark_first_microbatch`; sizes are
+            multiples of 16.
         device: where the parameters live; PyTorch's default device if None. Nothing is drawn for ``meta``.
         dtype: of all parameters; PyTorch's default dtype if None.
 
     Raises:
-        ConfigError: the vocabulary size is not known, or the configuration names something that does not exist.
+        ConfigError: the vocabulary size is not known, or the configuration names something that does not exist or
+            does not fit.
     """
 
     def __init__(
         self,
         config: ModelConfig,
         *,
+        moe: MoEConfig | None = None,
+        layers: LayersConfig | None = None,
+        mamba: MambaConfig | None = None,
         generator: torch.Generator | None = None,
         fp8: DelayedScaling | None = None,
         device: torch.device | str | None = None,
@@ -59,9 +73,12 @@ class GPTModel(nn.Module):
         self.config = config
         self.embedding = Embedding(config, device=device, dtype=dtype)
         self.rotary = RotaryTables(config, device=device) if config.position_embedding_type == "rope" else None
+        scale = GradientScale(device=device)
         self.layers = nn.ModuleList(
-            TransformerLayer(config, fp8=fp8, device=device, dtype=dtype) for _ in range(config.num_layers)
+            build_layers(config, moe=moe, layers=layers, mamba=mamba, scale=scale, fp8=fp8, device=device, dtype=dtype)
         )
+        self.auxiliary_scale = scale if routers(self.layers) else None
+        """What the losses of routers take their gradient from; None: there are no routers."""
         self.head = OutputHead(config, device=device, dtype=dtype)
         initialize_weights(
             self,
@@ -81,7 +98,8 @@ class GPTModel(nn.Module):
 
         Returns:
             Without labels, logits [B, S, V] in the dtype of the parameters, V the padded size. With labels, the mean
-            cross entropy over all tokens: a float32 scalar in nats.
+            cross entropy over all tokens: a float32 scalar in nats. The losses of routers are not in its value, and
+            their gradients are in its gradient, scaled as this loss is.
 
         Raises:
             UserInputError: the sequence is longer than the model has positions for.
@@ -95,7 +113,8 @@ class GPTModel(nn.Module):
         logits_BSV: Tensor = self.head(hidden_BSH, self.embedding.weight)
         if labels_BS is None:
             return logits_BSV
-        return token_cross_entropy(logits_BSV, labels_BS)
+        loss = token_cross_entropy(logits_BSV, labels_BS)
+        return loss if self.auxiliary_scale is None else mark_loss(loss, self.auxiliary_scale)
 
     def _check_length(self, num_positions: int) -> None:
         limit = self.config.max_position_embeddings

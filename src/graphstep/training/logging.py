@@ -183,10 +183,15 @@ def tensorboard_problem() -> Problem | None:
     )
 
 
+_ROUTER_LOSSES = (("load_balancing_loss", "balancing"), ("z_loss", "z"))
+"""Losses of routers, where there are some, and what the line calls them."""
+
+
 def describe(values: Values) -> str:
     """Return the numbers of a ``train`` event as text."""
     parts = [
         f"loss {_number(values, 'loss'):.4f}",
+        *(f"{text} {_number(values, key):.4f}" for key, text in _ROUTER_LOSSES if key in values),
         f"lr {_number(values, 'learning_rate'):.3e}",
         f"grad norm {_number(values, 'grad_norm'):.3f}",
         f"{_number(values, 'step_ms'):.1f} ms/step",

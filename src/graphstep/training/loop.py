@@ -36,6 +36,7 @@ from graphstep.training.interrupt import InterruptRequest
 from graphstep.training.ledger import Steadiness, StepLedger
 from graphstep.training.logging import make_logs
 from graphstep.training.optimizer import MainWeightAdamW
+from graphstep.training.router_counters import RouterCounters
 from graphstep.training.schedules import learning_rate
 from graphstep.training.setup import architecture, build_model, pointer_notice, preflight_with_data, with_vocabulary
 from graphstep.training.step import forward_backward_no_pipelining
@@ -116,7 +117,7 @@ class Trainer:
             config.data, seq_length=config.model.seq_length, seed=training.seed, need_valid=training.eval_iters > 0
         )
         self.config = with_vocabulary(config, self.datasets.tokenizer.vocab_size)
-        self.model = build_model(self.config.model, seed=training.seed, bf16=training.bf16, device=self.device)
+        self.model = build_model(self.config, device=self.device)
         self.gradients = GradientBuffers(self.model, self.device)
         self.optimizer = MainWeightAdamW(
             self.gradients, betas=(training.adam_beta1, training.adam_beta2), eps=training.adam_eps
@@ -132,7 +133,14 @@ class Trainer:
         if training.deferred_nan_check:
             names = [slot.name for slot in self.gradients.slots]
             self._health = HealthRecord(names, training.num_microbatches, self.device)
-        self._update = Update(self.gradients, self.optimizer, clip_grad=training.clip_grad, health=self._health)
+        self._counters = RouterCounters(self.model, config.moe.moe_router_bias_update_rate)
+        self._update = Update(
+            self.gradients,
+            self.optimizer,
+            clip_grad=training.clip_grad,
+            health=self._health,
+            counters=self._counters,
+        )
         self._is_whole = config.graphs.optimizer and config.graphs.impl is CudaGraphImpl.full_iteration
         """The update is in the graph of forward and backward."""
         function: ForwardBackward = forward_backward_no_pipelining
@@ -282,7 +290,7 @@ class Trainer:
                 model=model_tensors(self.model),
                 optimizer=self.optimizer.state_dict(),
                 random=random_state(self.device),
-                architecture=architecture(self.config.model),
+                architecture=architecture(self.config),
                 data={"train": self.batches.state_dict()},
                 progress=self._progress(),
                 config=self.config.to_json(),
@@ -319,7 +327,7 @@ class Trainer:
             model=model_tensors(self.model),
             optimizer=self.optimizer.state_dict(),
             random=self._random,
-            architecture=architecture(self.config.model),
+            architecture=architecture(self.config),
         )
         # Of all parts only the data may still refuse, so it goes first.
         self.batches.load_state_dict(checkpoint.data.get("train", {}))
@@ -387,6 +395,7 @@ class Trainer:
                 "iteration": interval.iteration,
                 "train_iters": training.train_iters,
                 "loss": interval.loss,
+                **self._counters.read_losses(),
                 "learning_rate": interval.learning_rate,
                 "grad_norm": interval.grad_norm,
                 "step_ms": interval.step_ms,

@@ -13,6 +13,8 @@ from graphstep.errors import Problem
 
 _OPTIONS: Final[Mapping[str, Option]] = {option.dest: option for option in OPTIONS}
 _PRECISIONS: Final = frozenset({torch.float32, torch.bfloat16})
+_KINDS: Final = ("hybrid_layer_pattern", "num_experts")
+"""What says which kinds of layers a model has; absent from the architecture of one without."""
 _NOTHING = "nothing was loaded"
 _AS_WRITTEN = f"as in the run that wrote it; {_NOTHING}"
 
@@ -28,6 +30,8 @@ def option_problems(here: Mapping[str, Any], saved: Mapping[str, Any], *, where:
         where: the file.
     """
     names = [name for name in dict.fromkeys((*here, *saved)) if here.get(name) != saved.get(name)]
+    # Of layers that only one of the two models has, what says so is enough.
+    names = [name for name in names if name in _KINDS or not _is_of_missing_layers(name, names, here, saved)]
     named = [name for name in names if not _is_explained(name, names, here, saved)]
     return [_problem(name, named, here, saved, where) for name in named]
 
@@ -48,10 +52,17 @@ def precision_problem(here: set[torch.dtype], saved: set[torch.dtype], *, where:
     return Problem("checkpoint-mismatch", what, where=where, fix=fix)
 
 
+def _is_of_missing_layers(name: str, names: list[str], here: Mapping[str, Any], saved: Mapping[str, Any]) -> bool:
+    """Tell whether an option is about layers that only one of the two models has."""
+    is_missing = name not in here or name not in saved
+    return is_missing and name in _OPTIONS and any(kind in names for kind in _KINDS)
+
+
 def _problem(name: str, named: list[str], here: Mapping[str, Any], saved: Mapping[str, Any], where: str) -> Problem:
     code = "checkpoint-architecture"
     option = _OPTIONS.get(name)
-    if option is None or name not in here or name not in saved:
+    is_known = name in _KINDS or (name in here and name in saved)
+    if option is None or not is_known:
         what = f"{name}: expected {here.get(name)!r}, found {saved.get(name)!r}"
         return Problem(code, what, where=where, fix=f"use the model options of the run that wrote it; {_NOTHING}")
     flag = option.spellings[0]
@@ -60,7 +71,7 @@ def _problem(name: str, named: list[str], here: Mapping[str, Any], saved: Mappin
         is_on, was_on = (value is bool(option.flags) for value in (here[name], saved[name]))
         what = f"{flag} is {_on(is_on)} here and {_on(was_on)} in the checkpoint"
     else:
-        what = f"{flag} is {here[name]} here and {saved[name]} in the checkpoint"
+        what = f"{flag} is {_shown(option, here)} here and {_shown(option, saved)} in the checkpoint"
     # What was worked out here would be worked out anew once this option is changed.
     others = [other for other, (sources, _) in DERIVED.items() if name in sources and other not in named]
     others = [other for other in others if other in saved and _worked_out(other, saved) not in (None, saved[other])]
@@ -69,9 +80,9 @@ def _problem(name: str, named: list[str], here: Mapping[str, Any], saved: Mappin
 
 
 def _advice(option: Option, saved: Mapping[str, Any]) -> str:
-    value, flag = saved[option.dest], option.spellings[0]
-    if option.nargs == 0:
-        return f"add {flag}" if value is bool(option.flags) else f"leave {flag} out"
+    value, flag = saved.get(option.dest), option.spellings[0]
+    if option.nargs == 0 or _is_left_out(option, saved):
+        return f"add {flag}" if option.nargs == 0 and value is bool(option.flags) else f"leave {flag} out"
     if option.dest == "num_query_groups":
         if value == saved.get("num_attention_heads"):
             return "leave --group-query-attention out"
@@ -81,6 +92,14 @@ def _advice(option: Option, saved: Mapping[str, Any]) -> str:
     if option.dest == "max_position_embeddings":
         return f"use {flag} {value} with a --seq-length of at most that"
     return f"use {flag} {value}"
+
+
+def _is_left_out(option: Option, architecture: Mapping[str, Any]) -> bool:
+    return option.default is None and architecture.get(option.dest) is None
+
+
+def _shown(option: Option, architecture: Mapping[str, Any]) -> str:
+    return "left out" if _is_left_out(option, architecture) else str(architecture[option.dest])
 
 
 def _is_explained(name: str, names: list[str], here: Mapping[str, Any], saved: Mapping[str, Any]) -> bool:

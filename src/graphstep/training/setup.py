@@ -10,7 +10,9 @@ from typing import Any
 
 import torch
 
-from graphstep.config import ModelConfig, Notice, RunConfig, TrainingConfig
+from graphstep.config import Notice, RunConfig, TrainingConfig
+from graphstep.config.captured import layers_with
+from graphstep.config.layer_freq import print_layer_freq
 from graphstep.errors import ConfigError, Problem, UserInputError
 from graphstep.models import GPTModel
 from graphstep.training.checkpoint import TRACKER, find_checkpoint, latest_iteration
@@ -20,6 +22,19 @@ from graphstep.training.files import unwritable_reason
 from graphstep.training.logging import tensorboard_problem
 
 _FREE_TO_CHANGE = ("seq_length", "attention_dropout", "hidden_dropout", "init_method_std")
+_OF_EXPERTS = (
+    "num_experts",
+    "moe_router_topk",
+    "moe_router_score_function",
+    "moe_router_pre_softmax",
+    "moe_router_num_groups",
+    "moe_router_group_topk",
+    "moe_router_topk_scaling_factor",
+    "moe_router_enable_expert_bias",
+    "moe_shared_expert_intermediate_size",
+    "moe_shared_expert_gate",
+)
+"""What else belongs to the architecture of layers with experts; losses and capacities may change."""
 
 
 def preflight(config: TrainingConfig, environment: Mapping[str, str] = os.environ) -> tuple[torch.device, Path | None]:
@@ -124,9 +139,23 @@ def finished_notice(config: TrainingConfig, iteration: int) -> Notice | None:
     )
 
 
-def architecture(config: ModelConfig) -> dict[str, Any]:
-    """Return what two runs must share to exchange weights: shapes alone do not show the number of heads, for one."""
-    return {key: value for key, value in dataclasses.asdict(config).items() if key not in _FREE_TO_CHANGE}
+def architecture(config: RunConfig) -> dict[str, Any]:
+    """Return what two runs must share to exchange weights: shapes alone do not show the number of heads, for one.
+
+    What a model does not have is left out, so that checkpoints of before it could be had still fit.
+    """
+    model, moe, pattern = config.model, config.moe, config.layers.hybrid_layer_pattern
+    found = {key: value for key, value in dataclasses.asdict(model).items() if key not in _FREE_TO_CHANGE}
+    if pattern is not None:
+        found["hybrid_layer_pattern"] = pattern
+    if layers_with(config, "mamba"):
+        found |= dataclasses.asdict(config.mamba) | {"mamba_num_heads": config.mamba.num_heads(model.hidden_size)}
+    if moe.num_experts is not None and layers_with(config, "moe"):
+        found |= {name: getattr(moe, name) for name in _OF_EXPERTS}
+        found["moe_ffn_hidden_size"] = moe.moe_ffn_hidden_size or model.ffn_hidden_size
+        if pattern is None:
+            found["moe_layer_freq"] = print_layer_freq(moe.moe_layer_freq)
+    return found
 
 
 def with_vocabulary(config: RunConfig, tokenizer_size: int) -> RunConfig:
@@ -153,17 +182,23 @@ def with_vocabulary(config: RunConfig, tokenizer_size: int) -> RunConfig:
     return dataclasses.replace(config, model=dataclasses.replace(config.model, vocab_size=size))
 
 
-def build_model(config: ModelConfig, *, seed: int, bf16: bool, device: torch.device) -> GPTModel:
+def build_model(config: RunConfig, *, device: torch.device) -> GPTModel:
     """Return a model whose initial weights depend on the seed only, in training mode.
 
     Args:
-        config: with the vocabulary size filled in.
-        seed: seed of a generator of its own; default generators are not touched.
-        bf16: bf16 parameters, rounded from those of fp32.
+        config: with the vocabulary size filled in. Default generators are not touched: the seed is that of a generator
+            of its own; bf16 parameters are rounded from those of fp32.
         device: where the parameters live.
     """
-    generator = torch.Generator().manual_seed(seed)
-    return GPTModel(config, generator=generator, device=device, dtype=torch.bfloat16 if bf16 else torch.float32)
+    return GPTModel(
+        config.model,
+        moe=config.moe,
+        layers=config.layers,
+        mamba=config.mamba,
+        generator=torch.Generator().manual_seed(config.training.seed),
+        device=device,
+        dtype=torch.bfloat16 if config.training.bf16 else torch.float32,
+    )
 
 
 def _device(config: TrainingConfig, problems: list[Problem]) -> torch.device:

@@ -13,6 +13,7 @@ from graphstep.strategies import ForwardBackward
 from graphstep.training.gradients import GradientBuffers
 from graphstep.training.health import HealthRecord
 from graphstep.training.optimizer import MainWeightAdamW
+from graphstep.training.router_counters import RouterCounters
 
 
 class Update:
@@ -23,6 +24,7 @@ class Update:
         optimizer: what updates.
         clip_grad: largest norm, 0 for no clipping.
         health: notes norms, if given; a step in which something is not finite then leaves the weights as they are.
+        counters: of the routers, if given: their step ends with that of the weights.
     """
 
     def __init__(
@@ -32,9 +34,11 @@ class Update:
         *,
         clip_grad: float,
         health: HealthRecord | None = None,
+        counters: RouterCounters | None = None,
     ) -> None:
         self._gradients = gradients
         self._optimizer = optimizer
+        self._counters = counters
         self._clip_grad = clip_grad
         self._health = health
         self.norm = torch.zeros((), dtype=torch.float32, device=gradients.device)
@@ -50,9 +54,12 @@ class Update:
             self.norm.copy_(torch.linalg.vector_norm(norms))
 
     def apply(self) -> None:
-        """Clip by the norm, and update the weights."""
+        """Clip by the norm, and update the weights and the biases of experts."""
         divisor = self._gradients.clip_divisor(self.norm, self._clip_grad) if self._clip_grad > 0 else None
-        self._optimizer.update(divisor, None if self._health is None else self._health.is_bad())
+        skip = None if self._health is None else self._health.is_bad()
+        self._optimizer.update(divisor, skip)
+        if self._counters is not None:
+            self._counters.end_step(skip)
 
     def __call__(self) -> None:
         """Both."""

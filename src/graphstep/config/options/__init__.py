@@ -7,6 +7,7 @@ from graphstep.config.options.data import DATA_OPTIONS
 from graphstep.config.options.elsewhere import ELSEWHERE_OPTIONS
 from graphstep.config.options.graphs import GRAPH_OPTIONS
 from graphstep.config.options.inference import INFERENCE_OPTIONS
+from graphstep.config.options.mamba import MAMBA_OPTIONS
 from graphstep.config.options.memory import MEMORY_OPTIONS
 from graphstep.config.options.model import MODEL_OPTIONS
 from graphstep.config.options.moe import MOE_OPTIONS
@@ -24,6 +25,7 @@ OPTIONS: tuple[Option, ...] = (
     *PARALLEL_OPTIONS,
     *MEMORY_OPTIONS,
     *MOE_OPTIONS,
+    *MAMBA_OPTIONS,
     *INFERENCE_OPTIONS,
     *OLD_OPTIONS,
     *ELSEWHERE_OPTIONS,

@@ -9,7 +9,6 @@ from graphstep.config.rules.graphs import captures_by_module
 from graphstep.config.rules.rule import Rule, flag_of
 
 _NOT_YET: Mapping[str, tuple[Callable[[Any], bool], str]] = {
-    "hybrid_layer_pattern": (lambda v: v is not None, "leave it out for attention and MLP in each layer"),
     "mtp_num_layers": (lambda v: v is not None, "leave it out"),
     "multi_latent_attention": (bool, "leave it out"),
     "fp16": (bool, "use --bf16, or neither"),
@@ -35,7 +34,8 @@ _NOT_YET: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "cpu_offloading_num_layers": (lambda v: v > 0, "leave it out"),
     "fine_grained_activation_offloading": (bool, "leave it out"),
     "optimizer_cpu_offload": (bool, "leave it out"),
-    "num_experts": (lambda v: v is not None, "leave it out for a model without experts"),
+    "moe_latent_size": (lambda v: v is not None, "leave it out"),
+    "moe_expert_rank_capacity_factor": (lambda v: v is not None, "use --moe-expert-capacity-factor, or leave it out"),
     "perform_rl_step": (bool, "leave it out"),
 }
 """Option -> would it change the run, and what to do instead."""
@@ -51,6 +51,9 @@ _WITHOUT_EFFECT = (
     "overlap_grad_reduce",
     "overlap_param_gather",
     "use_transformer_engine_op_fuser",
+    "moe_use_grouped_tensor",
+    "moe_permute_fusion",
+    "moe_pad_experts_for_cuda_graph_inference",
     "inference_dynamic_batching",
     "inference_dynamic_batching_num_cuda_graphs",
     "inference_dynamic_batching_cuda_graph_mixed_prefill_count",

@@ -4,12 +4,23 @@ from __future__ import annotations
 
 from typing import Any
 
-from graphstep.config.rules.graphs import has_experts, names_module
-from graphstep.config.rules.rule import Rule, at_least, idle, in_range, optional, words_of
+from graphstep.config.rules.graphs import captures_whole_layers, has_experts, names_module
+from graphstep.config.rules.rule import Rule, at_least, idle, in_range, no_effect, optional, words_of
 
 _GRAPH = ("cuda_graph_impl", "cuda_graph_modules")
 _RANK = "moe_expert_rank_capacity_factor"
 _DISPATCH = ("moe_token_dispatcher_type", "moe_flex_dispatcher_backend")
+EXPERT_SHAPES = (
+    "num_experts",
+    "moe_expert_capacity_factor",
+    "moe_pad_expert_input_to_capacity",
+    "moe_grouped_gemm",
+    "moe_token_dispatcher_type",
+    "expert_model_parallel_size",
+    "bf16",
+    "device",
+)
+"""What decides whether experts can be inside of a graph."""
 _EXPERT_PARTS = frozenset({"expert_fc1", "moe_act", "fused_group_mlp"})
 
 _NEED_EXPERTS = (
@@ -22,6 +33,8 @@ _NEED_EXPERTS = (
     "moe_router_pre_softmax",
     "moe_router_load_balancing_type",
     "moe_router_dtype",
+    "moe_router_num_groups",
+    "moe_router_topk_scaling_factor",
     "moe_input_jitter_eps",
     "moe_hybridep_pad_uneven_dispatch_inputs",
     "moe_expert_capacity_factor",
@@ -38,6 +51,10 @@ _NEED_EXPERTS = (
 
 def _drops_and_pads(options: Any) -> bool:
     return options.moe_expert_capacity_factor is not None and options.moe_pad_expert_input_to_capacity
+
+
+def _has_groups(options: Any) -> bool:
+    return options.moe_router_group_topk is not None and options.moe_router_num_groups is not None
 
 
 def _reads_counts_on_the_host(options: Any) -> bool:
@@ -74,6 +91,10 @@ MOE_RULES: tuple[Rule, ...] = (
         "above 0, or negative for no limit",
         "use 1.0 for a balanced load",
     ),
+    optional("moe_router_num_groups", lambda v: v >= 1, "at least 1", "leave it out for no groups"),
+    optional("moe_router_group_topk", lambda v: v >= 1, "at least 1", "leave it out for all groups"),
+    optional("moe_router_topk_scaling_factor", lambda v: v > 0, "above 0", "leave it out for none"),
+    in_range("moe_router_bias_update_rate", lambda v: v >= 0, "0 or above", "use 1e-3"),
     optional(_RANK, lambda v: v > 0, "above 0", "use 1.5, or leave it out for a dynamic budget"),
     at_least(1, "moe_paged_stash_page_size", "use 64"),
     Rule(
@@ -113,6 +134,44 @@ MOE_RULES: tuple[Rule, ...] = (
         fix="add --moe-router-pre-softmax",
     ),
     Rule(
+        code="group-topk-needs-groups",
+        fields=("moe_router_group_topk", "moe_router_num_groups"),
+        broken=lambda o: o.moe_router_group_topk is not None and o.moe_router_num_groups is None,
+        what="a token cannot choose {moe_router_group_topk} groups of experts: there are no groups",
+        fix="add --moe-router-num-groups, or leave --moe-router-group-topk out",
+    ),
+    Rule(
+        code="group-topk-exceeds-groups",
+        fields=("moe_router_group_topk", "moe_router_num_groups"),
+        broken=lambda o: _has_groups(o) and o.moe_router_group_topk > o.moe_router_num_groups,
+        what="a token cannot choose {moe_router_group_topk} of {moe_router_num_groups} groups of experts",
+        fix="lower --moe-router-group-topk",
+    ),
+    Rule(
+        code="groups-divide-experts",
+        fields=("moe_router_num_groups", "moe_router_group_topk", "num_experts"),
+        broken=lambda o: _has_groups(o) and has_experts(o) and o.num_experts % o.moe_router_num_groups != 0,
+        what="{num_experts} experts cannot be divided into {moe_router_num_groups} groups",
+        fix="use a --moe-router-num-groups that divides --num-experts",
+    ),
+    Rule(
+        code="groups-hold-topk",
+        fields=("moe_router_num_groups", "moe_router_group_topk", "moe_router_topk", "num_experts"),
+        broken=lambda o: (
+            _has_groups(o)
+            and has_experts(o)
+            and o.moe_router_group_topk <= o.moe_router_num_groups
+            and o.num_experts % o.moe_router_num_groups == 0
+            and not o.moe_router_group_topk
+            <= o.moe_router_topk
+            <= o.moe_router_group_topk * (o.num_experts // o.moe_router_num_groups)
+        ),
+        what="{moe_router_group_topk} of {moe_router_num_groups} groups cannot hold the {moe_router_topk} of "
+        "{num_experts} experts of a token: each chosen group gives at least one",
+        fix="choose --moe-router-group-topk such that it is at most --moe-router-topk, and the chosen groups have as "
+        "many experts",
+    ),
+    Rule(
         code="expert-bias-score",
         fields=("moe_router_enable_expert_bias", "moe_router_score_function"),
         broken=lambda o: o.moe_router_enable_expert_bias and o.moe_router_score_function != "sigmoid",
@@ -146,10 +205,27 @@ MOE_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         code="moe-needs-static-shapes",
-        fields=(*_GRAPH, "num_experts", "moe_expert_capacity_factor", "moe_pad_expert_input_to_capacity"),
-        broken=lambda o: names_module(o, "moe") and has_experts(o) and not _drops_and_pads(o),
-        what="experts can be captured only with static shapes: a capacity, and padding to it",
-        fix="add --moe-expert-capacity-factor 1.0 --moe-pad-expert-input-to-capacity, or name moe_router, not moe",
+        fields=(*_GRAPH, *EXPERT_SHAPES, "dynamic_experts"),
+        broken=lambda o: names_module(o, "moe") and has_experts(o) and bool(o.dynamic_experts),
+        what="experts can be captured only with static shapes and without reads on the host: {dynamic_experts}",
+        fix="add --moe-grouped-gemm --bf16 on one expert rank, or --moe-expert-capacity-factor 1.0 "
+        "--moe-pad-expert-input-to-capacity, which drops tokens; or name moe_router, not moe",
+    ),
+    Rule(
+        code="grouped-gemm-half-precision",
+        fields=(*_GRAPH, *EXPERT_SHAPES, "dynamic_experts"),
+        broken=lambda o: (
+            (captures_whole_layers(o) or names_module(o, "moe"))
+            and has_experts(o)
+            and not o.dynamic_experts
+            and not _drops_and_pads(o)
+            and not o.bf16
+            and o.device == "auto"
+        ),
+        what="without --bf16, the grouped matrix multiplication of a GPU reads its offsets on the host: experts can be "
+        "captured on the CPU only",
+        fix="add --bf16, or use --device cpu",
+        is_notice=True,
     ),
     Rule(
         code="preprocess-reads-counts",
@@ -290,7 +366,21 @@ MOE_RULES: tuple[Rule, ...] = (
         _NEED_EXPERTS, ("num_experts",), lambda o: o.num_experts is None, "there are no experts", "add --num-experts"
     ),
     *idle(
-        ("moe_shared_expert_overlap",),
+        ("moe_router_bias_update_rate",),
+        ("moe_router_enable_expert_bias",),
+        lambda o: not o.moe_router_enable_expert_bias,
+        "no bias balances the experts",
+        "add --moe-router-enable-expert-bias, or leave it out",
+    ),
+    no_effect(
+        "expert-groups-without-effect",
+        ("moe_router_num_groups", "moe_router_group_topk", "num_experts"),
+        lambda o: o.moe_router_num_groups is not None and o.moe_router_group_topk is None and o.num_experts is not None,
+        "--moe-router-num-groups has no effect: a token chooses from all groups",
+        "add --moe-router-group-topk, or leave it out",
+    ),
+    *idle(
+        ("moe_shared_expert_overlap", "moe_shared_expert_gate"),
         ("moe_shared_expert_intermediate_size",),
         lambda o: o.moe_shared_expert_intermediate_size is None,
         "there is no shared expert",

@@ -52,6 +52,7 @@ class Rule:
 FACTS = frozenset(
     {
         "layer_modules",
+        "dynamic_experts",
         "unmatched_modules",
         "unknown_recompute_modules",
         "unknown_offload_modules",
