@@ -153,11 +153,11 @@ def test_forgotten_prefixes_are_computed_again() -> None:
 
 def test_those_that_run_keep_a_block_to_grow_into() -> None:
     some = world(max_requests=2, num_blocks=6, prefix_caching=False)
-    some.add([1] * 4, 3)
+    some.add([1] * 5, 6)
     some.step()
-    waiting = some.add([2] * 15, 1)
+    waiting = some.add([2] * 12, 1)
     some.run()
-    assert shapes(some) == [(4, 1, 0), (1, 0, 1), (1, 0, 1), (15, 1, 0)]
+    assert shapes(some) == [(5, 1, 0), *[(1, 0, 1)] * 5, (12, 1, 0)]
     assert waiting.num_preemptions == 0
 
 
