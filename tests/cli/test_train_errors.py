@@ -56,6 +56,29 @@ def test_unknown_options_and_contradictions_come_together(capsys: pytest.Capture
     assert all(option in text for option in ("--hiden-size", "--global-batch-size", "--lr"))
 
 
+LOCAL = ("--cuda-graph-impl", "local")
+
+
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [
+        ("--num-experts 4 --moe-router-topk 5", "topk-exceeds-experts"),
+        ("--num-experts 1", "topk-exceeds-one-expert"),
+        ("--num-experts 4 --cuda-graph-modules moe --moe-expert-capacity-factor 1", "moe-needs-static-shapes"),
+        ("--num-experts 4 --cuda-graph-modules mlp", "mlp-needs-dense-layers"),
+        ("--num-experts 4", "whole-layers-need-static-experts"),
+        ("--num-layers 2 --hybrid-layer-pattern MX", "hybrid-layer-pattern-range"),
+        ("--num-layers 2 --hybrid-layer-pattern *G", "not-available-pattern-letter"),
+        ("--num-layers 2 --hybrid-layer-pattern *E", "pattern-needs-experts"),
+        ("--num-layers 2 --hybrid-layer-pattern M*", "mamba-groups-divide-heads"),
+        ("--num-experts 4 --moe-grouped-gemm", "moe-grouped-gemm-bias"),
+    ],
+)
+def test_layers_that_do_not_fit(words: str, code: str, capsys: pytest.CaptureFixture[str]) -> None:
+    text = refused((*MOCK, *OUTPUTS, *LOCAL, *words.split()), capsys)
+    assert f"[{code}]" in text
+
+
 def make_missing() -> tuple[str, ...]:
     return ("--data-path", "nowhere.txt")
 

@@ -72,6 +72,21 @@ def test_layers_of_a_schedule_without_warmup() -> None:
     assert int(row(output, "captured").split()[0]) > 0
 
 
+def test_experts_and_patterns_are_in_the_summary_and_equal_eager() -> None:
+    experts = ("--num-experts", "4", "--moe-grouped-gemm", "--disable-bias-linear", "--moe-aux-loss-coeff", "0.01")
+    output = output_of(*LOCAL, *experts, "--moe-shared-expert-intermediate-size", "16", "--compare-with-eager", "5")
+    assert row(output, "experts") == "2 of 4 experts and a shared one a token in 1 layer"
+    assert row(output, "eager, bit for bit").startswith("equal")
+    assert "| balancing 1." in output
+
+
+def test_a_hybrid_model_equals_eager() -> None:
+    shape = ("--hybrid-layer-pattern", "M*-", "--num-layers", "3", "--mamba-head-dim", "8", "--mamba-num-groups", "2")
+    output = output_of(*FULL, *shape, "--compare-with-eager", "5")
+    assert "3 layers M*-, hidden 16" in row(output, "model")
+    assert row(output, "eager, bit for bit").startswith("equal")
+
+
 def test_bf16_equals_eager_too() -> None:
     assert row(output_of(*FULL, "--bf16", "--compare-with-eager", "5"), "eager, bit for bit").startswith("equal")
 

@@ -14,6 +14,7 @@ from rich.text import Text
 
 from graphstep.cli.problems import print_notices
 from graphstep.config import CapturePolicy, CudaGraphImpl, RunConfig, from_argv
+from graphstep.config.captured import layers_with
 from graphstep.errors import GraphstepError, Problem, UserInputError
 
 if TYPE_CHECKING:
@@ -99,14 +100,16 @@ def _from_checkpoint(config: RunConfig, folder: Path | None) -> RunConfig:
 
 def _print_summary(trainer: Trainer, console: Console) -> None:
     model, training = trainer.config.model, trainer.config.training
+    pattern = f" {trainer.config.layers.hybrid_layer_pattern or ''}".rstrip()
     rows = [
         ("device", f"{trainer.device}, {'bf16 with fp32 main weights' if training.bf16 else 'fp32'}"),
         (
             "model",
-            f"{trainer.model.num_parameters():,} parameters: {_count(model.num_layers, 'layer')}, "
+            f"{trainer.model.num_parameters():,} parameters: {_count(model.num_layers, 'layer')}{pattern}, "
             f"hidden {model.hidden_size}, {_count(model.num_attention_heads, 'head')}, sequence {model.seq_length}, "
             f"vocabulary {model.vocab_size}",
         ),
+        *_expert_rows(trainer.config),
         *(("data", line) for line in trainer.datasets.summary),
         (
             "batch",
@@ -121,6 +124,15 @@ def _print_summary(trainer: Trainer, console: Console) -> None:
     console.print(_table("graphstep train", rows))
     for notice in trainer.notices:
         _say(console, f"note: {notice}")
+
+
+def _expert_rows(config: RunConfig) -> list[tuple[str, str]]:
+    moe, num_layers = config.moe, layers_with(config, "moe")
+    if moe.num_experts is None or not num_layers:
+        return []
+    shared = "" if moe.moe_shared_expert_intermediate_size is None else " and a shared one"
+    of_tokens = f"{moe.moe_router_topk} of {_count(moe.num_experts, 'expert')}{shared} a token"
+    return [("experts", f"{of_tokens} in {_count(num_layers, 'layer')}")]
 
 
 def _describe_graphs(config: RunConfig) -> str:

@@ -11,13 +11,14 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from graphstep.models.float32_buffers import Float32Buffers
 from graphstep.models.initialization import WeightInitializer
 
 
-class GradientScale(nn.Module):
+class GradientScale(Float32Buffers):
     """The gradient of the returned loss, kept on the device between :func:`mark_loss` and the layers' backward.
 
     One belongs to a model, which registers it; the routers hold it without registering it again. Outside of a backward
@@ -33,12 +34,6 @@ class GradientScale(nn.Module):
     def init_weights(self, initializer: WeightInitializer) -> None:
         """Set the value to 1, which is right without :func:`mark_loss` as well."""
         self.value.fill_(1.0)
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> GradientScale:
-        """Move to another device, but stay in float32: the scale of fp16 is beyond its own range."""
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        self.value = self.value.float()
-        return self
 
 
 class _Mark(torch.autograd.Function):

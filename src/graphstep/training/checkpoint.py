@@ -37,6 +37,9 @@ MODEL, OPTIMIZER, RANDOM = "model.safetensors", "optimizer.safetensors", "random
 _MAX_DIGITS = 18
 """Longest iteration number that a pointer can hold: longer ones are damage, and no name of a folder."""
 
+_ALWAYS_FP32 = (".expert_bias",)
+"""Ends of the names of buffers that say nothing about the precision of a run."""
+
 _DTYPES: Final = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -286,7 +289,11 @@ def _option_problems(
     """Return the options of architecture and precision that differ, as far as the files could be read."""
     problems = [] if saved is None else option_problems(here, saved, where=str(folder / STATE))
     if found is not None:
-        types = [{spec.dtype for spec in specs.values()} for specs in (expected, found)]
+        both = [
+            {name: spec for name, spec in specs.items() if not name.endswith(_ALWAYS_FP32)}
+            for specs in (expected, found)
+        ]
+        types = [{spec.dtype for spec in specs.values()} for specs in both]
         precision = precision_problem(*types, where=str(folder / MODEL))
         problems += [precision] if precision else []
     return problems

@@ -77,6 +77,11 @@ class Dispatcher:
         return num_ranks(self.group)
 
     @property
+    def rank(self) -> int:
+        """This one of the expert ranks; it has the experts from ``rank * num_local_experts`` on."""
+        return 0 if self.group is None or self.num_ranks == 1 else self.group.rank()
+
+    @property
     def num_local_experts(self) -> int:
         """L."""
         return self.num_experts // self.num_ranks
@@ -141,7 +146,7 @@ class AllGatherDispatcher(Dispatcher):
         if order.kept is not None:
             experts_TK = experts_TK.masked_fill(~order.kept, self.num_experts)
         x, probs, experts = (gather_rows(rows, self.group) for rows in (x_TH, probs_TK, experts_TK))
-        local = experts - self.group.rank() * self.num_local_experts
+        local = experts - self.rank * self.num_local_experts
         is_local = (local >= 0) & (local < self.num_local_experts) & (experts < self.num_experts)
         order = row_order(local.masked_fill(~is_local, self.num_local_experts), self.num_local_experts)
         order = order._replace(kept=is_local, filled=is_local.flatten()[order.choices])

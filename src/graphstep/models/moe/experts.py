@@ -17,7 +17,7 @@ from graphstep.config.model import ModelConfig
 from graphstep.config.moe import MoEConfig
 from graphstep.errors import CaptureError, ConfigError, Problem
 from graphstep.models.initialization import WeightInitializer
-from graphstep.models.mlp import swiglu
+from graphstep.models.mlp import swiglu, swiglu_backward, swiglu_forward
 
 _HOPPER, _BLACKWELL = (9, 0), (10, 0)
 
@@ -35,10 +35,13 @@ class Experts(nn.Module):
         inner: int,
         *,
         bias: bool,
+        rank: int = 0,
+        num_ranks: int = 1,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        self.rank, self.num_ranks = rank, num_ranks
 
         def allocated(*shape: int) -> nn.Parameter:
             return nn.Parameter(torch.empty(*shape, device=device, dtype=dtype))
@@ -52,9 +55,12 @@ class Experts(nn.Module):
         self.down_bias = allocated(num_experts, hidden) if bias else None
 
     def init_weights(self, initializer: WeightInitializer) -> None:
-        """Draw normal weights, those of the down projections scaled by depth; biases are zero."""
-        initializer.normal_(self.up)
-        initializer.residual_normal_(self.down)
+        """Draw normal weights, those of the down projections scaled by depth; biases are zero.
+
+        Every rank draws those of all experts and keeps its own, so that they do not depend on the number of ranks.
+        """
+        self._fill(self.up, initializer.normal_)
+        self._fill(self.down, initializer.residual_normal_)
         for bias in (self.up_bias, self.down_bias):
             if bias is not None:
                 nn.init.zeros_(bias)
@@ -70,6 +76,15 @@ class Experts(nn.Module):
         """Say how large the experts are."""
         num_experts, inner, hidden = self.down.shape
         return f"num_experts={num_experts}, hidden={hidden}, inner={inner}, gated={self.gated}"
+
+    def _fill(self, weight: Tensor, fill_: Callable[[Tensor], None]) -> None:
+        if self.num_ranks == 1:
+            fill_(weight)
+            return
+        of_all = weight.new_empty(self.num_ranks, *weight.shape)
+        fill_(of_all.flatten(0, 1))
+        with torch.no_grad():
+            weight.copy_(of_all[self.rank])
 
     def _activate(self, inner: Tensor) -> Tensor:
         return swiglu(inner) if self.gated else functional.gelu(inner)
@@ -88,6 +103,9 @@ class GroupedExperts(Experts):
             CaptureError: under capture, where the product reads the ends on the host.
         """
         refuse_host_reads(x_NH, self.up, self.down)
+        if self.gated and not torch.compiler.is_compiling() and not x_NH.is_meta:
+            function: Callable[..., Tensor] = _GatedExperts.apply
+            return function(x_NH, self.up, self.down, ends_E)
         inner_NF = self._activate(grouped_product(x_NH, self.up, ends_E))
         return grouped_product(inner_NF, self.down, ends_E)
 
@@ -127,6 +145,8 @@ def build_experts(
     moe: MoEConfig,
     num_experts: int,
     *,
+    rank: int = 0,
+    num_ranks: int = 1,
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
 ) -> Experts:
@@ -136,6 +156,8 @@ def build_experts(
         config: sizes, and whether there are gates and biases.
         moe: ``moe_ffn_hidden_size``, ``moe_grouped_gemm`` and ``moe_pad_expert_input_to_capacity``.
         num_experts: experts of this rank.
+        rank: of the expert ranks; it has the experts from ``rank * num_experts`` on.
+        num_ranks: expert ranks.
         device: where the weights live.
         dtype: of the weights.
 
@@ -155,7 +177,8 @@ def build_experts(
             )
         )
     inner = moe.moe_ffn_hidden_size or config.ffn_hidden_size
-    return kind(config, num_experts, inner, bias=config.add_bias_linear, device=device, dtype=dtype)
+    bias = config.add_bias_linear
+    return kind(config, num_experts, inner, bias=bias, rank=rank, num_ranks=num_ranks, device=device, dtype=dtype)
 
 
 def refuse_host_reads(x_NH: Tensor, up_EHF: Tensor, down_EFH: Tensor) -> None:
@@ -209,10 +232,43 @@ class _GroupedProduct(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             grad_x = functional.grouped_mm(grad_NM, weight_EKM.transpose(1, 2), offs=ends_E)
         if ctx.needs_input_grad[1]:
-            grad_weight = functional.grouped_mm(x_NK.t(), grad_NM, offs=ends_E)
-            if grad_weight.is_cuda and torch.cuda.get_device_capability(grad_weight.device) >= _BLACKWELL:
-                grad_weight.masked_fill_(_is_empty(ends_E)[:, None, None], 0.0)
+            grad_weight = _weight_gradient(x_NK, grad_NM, ends_E)
         return grad_x, grad_weight, None
+
+
+class _GatedExperts(torch.autograd.Function):
+    """Product, SwiGLU, product in one node: where experts run eagerly, nodes are what the host is busy with."""
+
+    @staticmethod
+    def forward(ctx: Any, x_NH: Tensor, up_EHM: Tensor, down_EFH: Tensor, ends_E: Tensor) -> Tensor:
+        gated_NM = functional.grouped_mm(x_NH, up_EHM, offs=ends_E)
+        inner_NF, activated_NF = swiglu_forward(gated_NM)
+        ctx.save_for_backward(x_NH, up_EHM, down_EFH, ends_E, gated_NM, activated_NF, inner_NF)
+        return functional.grouped_mm(inner_NF, down_EFH, offs=ends_E)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
+        x_NH, up_EHM, down_EFH, ends_E, gated_NM, activated_NF, inner_NF = ctx.saved_tensors
+        grad_NH: Tensor = grad_outputs[0].contiguous()
+        grad_x = grad_up = grad_down = None
+        if ctx.needs_input_grad[2]:
+            grad_down = _weight_gradient(inner_NF, grad_NH, ends_E)
+        if ctx.needs_input_grad[0] or ctx.needs_input_grad[1]:
+            grad_NF = functional.grouped_mm(grad_NH, down_EFH.transpose(1, 2), offs=ends_E)
+            grad_NM = swiglu_backward(grad_NF, gated_NM, activated_NF)
+            if ctx.needs_input_grad[1]:
+                grad_up = _weight_gradient(x_NH, grad_NM, ends_E)
+            if ctx.needs_input_grad[0]:
+                grad_x = functional.grouped_mm(grad_NM, up_EHM.transpose(1, 2), offs=ends_E)
+        return grad_x, grad_up, grad_down, None
+
+
+def _weight_gradient(x_NK: Tensor, grad_NM: Tensor, ends_E: Tensor) -> Tensor:
+    grad_EKM = functional.grouped_mm(x_NK.t(), grad_NM, offs=ends_E)
+    if grad_EKM.is_cuda and torch.cuda.get_device_capability(grad_EKM.device) >= _BLACKWELL:
+        grad_EKM.masked_fill_(_is_empty(ends_E)[:, None, None], 0.0)
+    return grad_EKM
 
 
 def _is_empty(ends_E: Tensor) -> Tensor:

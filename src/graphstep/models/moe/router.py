@@ -17,13 +17,14 @@ from graphstep.config.model import ModelConfig
 from graphstep.config.moe import MoEConfig
 from graphstep.errors import ConfigError, Problem
 from graphstep.models.auxiliary_losses import GradientScale, attach_loss
+from graphstep.models.float32_buffers import Float32Buffers
 from graphstep.models.initialization import WeightInitializer
 from graphstep.models.moe import balancing
 
 _DTYPES = (("fp32", torch.float32), ("fp64", torch.float64))
 
 
-class TopKRouter(nn.Module):
+class TopKRouter(Float32Buffers):
     """Scores of all experts from one matrix product, of which the K best ones are taken.
 
     Weights are the softmax over the chosen logits; with ``moe_router_pre_softmax`` the softmax over all of them; with
@@ -91,14 +92,6 @@ class TopKRouter(nn.Module):
         for buffer in (self.expert_bias, self.tokens_per_expert, self.losses):
             if buffer is not None:
                 buffer.zero_()
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> TopKRouter:
-        """Move to another device or dtype, but keep counters and biases in float32: small steps would be lost."""
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        for name, buffer in self._buffers.items():
-            if buffer is not None:
-                self._buffers[name] = buffer.float()
-        return self
 
     @property
     def has_balancing_loss(self) -> bool:
