@@ -11,8 +11,9 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import Tensor, nn
 
-from common.case import Case, Gradients, StepBatches, zeroing_step
+from common.case import Case, FlatGradients, Gradients, StepBatches, zeroing_step
 from common.clocks import seconds_of
+from common.hugging_face import QwenTwin, why_no_twin
 from graphstep.capture.report import CaptureReport
 from graphstep.config import CudaGraphConfig, CudaGraphImpl
 from graphstep.models import GPTModel
@@ -28,6 +29,8 @@ class Arm(Protocol):
     """As on the command line and in results."""
     is_ours: ClassVar[bool]
     """Part of the project: its failure is a failure of the benchmark."""
+    has_our_parameters: ClassVar[bool]
+    """Its model has the parameters of the project's, in the same order and layout."""
     capture_seconds: float | None
     """After ``build``: time of capture or compilation alone; None where there is neither."""
 
@@ -54,7 +57,7 @@ class Arm(Protocol):
 class _Parts:
     """What every arm is made of."""
 
-    model: GPTModel
+    model: nn.Module
     gradients: Gradients
     function: ForwardBackward
 
@@ -68,6 +71,7 @@ class EagerArm:
 
     name: ClassVar[str] = "eager"
     is_ours: ClassVar[bool] = True
+    has_our_parameters: ClassVar[bool] = True
 
     def __init__(self, step_of: Callable[[Gradients], ForwardBackward] = zeroing_step) -> None:
         self.capture_seconds: float | None = None
@@ -321,6 +325,24 @@ class MakeGraphedCallablesArm(EagerArm):
         self.step(case.batches(0))
 
 
+class HuggingFaceArm(EagerArm):
+    """The same model in the code of transformers, eager; experts by its ``grouped_mm`` path."""
+
+    name: ClassVar[str] = "hugging_face"
+    is_ours: ClassVar[bool] = False
+    has_our_parameters: ClassVar[bool] = False
+
+    def why_not(self, case: Case) -> str | None:
+        """Needs transformers, and a model that it has."""
+        return why_no_twin(case)
+
+    def _make(self, case: Case) -> _Parts:
+        model = QwenTwin(case)
+        gradients = FlatGradients(model)
+        self._made = _Parts(model, gradients, self._step_of(gradients))
+        return self._made
+
+
 class CompileArm(EagerArm):
     """``torch.compile`` of the model, default mode; zeroing and accumulation are eager."""
 
@@ -416,6 +438,7 @@ ARMS: MappingProxyType[str, Callable[[], Arm]] = MappingProxyType(
             TransformerEngineArm,
             GraphedCallablesArm,
             MakeGraphedCallablesArm,
+            HuggingFaceArm,
             CompileArm,
             CompileReduceOverheadArm,
         )

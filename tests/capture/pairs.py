@@ -10,8 +10,9 @@ from torch import Tensor, nn
 
 from graphstep.capture.chain import Chain, Handover
 from graphstep.capture.chain_run import ChainRun
-from graphstep.capture.graph_pair import GraphPair, capture_backwards, capture_forwards
+from graphstep.capture.graph_pair import GraphPair
 from graphstep.capture.lanes import Lane
+from graphstep.capture.pair_capture import capture_backwards, capture_forwards
 from graphstep.capture.pending import Pending
 from graphstep.capture.region import Region
 from graphstep.capture.session import GraphSession

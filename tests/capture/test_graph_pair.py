@@ -12,7 +12,7 @@ from tests.capture.pairs import backward_half, call, callers_of, captured, chain
 from torch import Tensor, nn
 from torch.nn import functional
 
-from graphstep.capture.graph_pair import capture_backwards
+from graphstep.capture.pair_capture import capture_backwards
 from graphstep.capture.session import GraphSession
 
 

@@ -7,7 +7,7 @@ import torch
 from tests.capture.pairs import call, captured, forward_pair
 from torch import Tensor, nn
 
-from graphstep.capture.graph_pair import capture_backwards, capture_forwards
+from graphstep.capture.pair_capture import capture_backwards, capture_forwards
 from graphstep.capture.session import GraphSession
 from graphstep.errors import CaptureError, GraphstepError, LifecycleError
 

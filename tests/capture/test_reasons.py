@@ -16,6 +16,7 @@ TEXTS = {
     "observed": "observed",
     "evaluation": "evaluation",
     "recompute": "recompute or offloading of saved tensors",
+    "cached-weights": "parametrized weights are cached",
     "other-signature": "another signature",
     "more-in-flight": "more microbatches in flight than at capture",
     "out-of-order": "out of the order of the first step",

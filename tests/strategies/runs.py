@@ -108,7 +108,8 @@ class Run:
         taken: Snapshot = {"losses": losses.clone(), "rng": torch.get_rng_state()}
         if self.device.type == "cuda":
             taken["cuda rng"] = torch.cuda.get_rng_state(self.device)
-        taken.update((name, value.detach().clone()) for name, value in self.model.state_dict().items())
+        state = {**self.model.state_dict(), **dict(self.model.named_buffers())}  # Those that are not saved as well.
+        taken.update((name, value.detach().clone()) for name, value in state.items())
         for name, parameter in self.model.named_parameters():
             for kind in ("grad", "main_grad"):
                 gradient = getattr(parameter, kind, None)

@@ -208,7 +208,6 @@ MOVES: dict[str, tuple[Callable[[Decoder], Any], str]] = {
         lambda model: model.layers[0].mlp[1].register_parameter("lora", nn.Parameter(torch.zeros(1))),
         "layers.0.mlp.1.lora",
     ),
-    "frozen": (lambda model: model.layers[0].mlp[1].bias.requires_grad_(False), "layers.0.mlp.1.bias"),
 }
 
 

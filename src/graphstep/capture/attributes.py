@@ -17,6 +17,7 @@ from typing import Any, Final
 import numpy as np
 from torch import Tensor, nn
 
+from graphstep.capture.callables import held_by, refuse_collected
 from graphstep.capture.fast_check import all_same
 from graphstep.engine import torch_private
 from graphstep.errors import CaptureError
@@ -53,10 +54,16 @@ class Attributes:
     """
 
     def __init__(
-        self, modules: Iterable[Named], *, hooks_of: Iterable[Named] = (), parameters_of: Iterable[Named] = ()
+        self,
+        modules: Iterable[Named],
+        *,
+        hooks_of: Iterable[Named] = (),
+        parameters_of: Iterable[Named] = (),
+        callables: Iterable[Any] = (),
     ) -> None:
         self._modules = list(modules)
-        self._noted = _walk(self._modules)
+        self._callables = [(f"argument {getattr(c, '__qualname__', type(c).__name__)}", c) for c in callables]
+        self._noted = self._walked()
         self._module_hooks: list[tuple[str, Mapping[int, Any], tuple[int, ...]]] = []
         self._tensor_hooks: list[tuple[str, Tensor, str, tuple[int, ...]]] = []
         has_inner = False
@@ -77,11 +84,23 @@ class Attributes:
 
         self._look = FastLook([self])
 
+    def _walked(self) -> _Noted:
+        return _walk(self._modules, self._callables)
+
+    def _refuse_collected(self, now: _Noted, where: str) -> None:
+        roots = tuple(path for path, _ in self._callables)
+        changed = [
+            path
+            for path in dict.fromkeys([*self._noted.values, *now.values])
+            if path.startswith(roots) and not _is_same(now.values.get(path, _GONE), self._noted.values.get(path, _GONE))
+        ]
+        refuse_collected(changed, where)
+
     def ignore_changed(self) -> None:
         """Leave out those that have another value by now, or are new: the captured function sets them itself."""
         if self._look.holds():
             return
-        now = _walk(self._modules)
+        now = self._walked()
         gone = {p for p, value in self._noted.values.items() if not _is_same(now.values.get(p, _GONE), value)}
         self._noted = now.without({*gone, *(path for path in now.values if path not in self._noted.values)})
         self._look = FastLook([self])
@@ -104,9 +123,13 @@ class Attributes:
 
     # ----- around a run
 
-    def again(self) -> Attributes:
-        """The attributes of the same modules as they are now, those that were left out as well; no hooks."""
-        return Attributes(self._modules)
+    def again(self, callables: Iterable[Any] = ()) -> Attributes:
+        """The attributes of the same modules as they are now, those that were left out as well; no hooks.
+
+        Args:
+            callables: what they hold is noted too: the object of a method, the variables of a closure.
+        """
+        return Attributes(self._modules, callables=callables)
 
     def places(self) -> Iterator[tuple[Any, Any, Any]]:
         """Owner, key and noted value: of dicts, attributes and slots, and of lists by position."""
@@ -132,7 +155,9 @@ class Attributes:
             CaptureError: it counted, kept a history, carried a tensor over to the next run, left one that has a
                 gradient, or drew random numbers on the host.
         """
-        now = _walk(self._modules)
+        now = self._walked()
+        if self._callables:
+            self._refuse_collected(now, where)
         drawn = [path for path, generator, state in self._noted.generators if _state_of(generator) != state]
         if drawn:
             raise CaptureError(
@@ -344,7 +369,7 @@ def _holds_any(sequence: tuple[str, Any, tuple[Any, ...]], paths: set[str]) -> b
     return any(f"{path}[{index}]" in paths for index in range(len(elements)))
 
 
-def _walk(modules: Iterable[Named]) -> _Noted:
+def _walk(modules: Iterable[Named], callables: Iterable[tuple[str, Any]] = ()) -> _Noted:
     """Note everything, the nearest first, and each object once."""
     modules = list(modules)
     found = _Noted()
@@ -354,6 +379,11 @@ def _walk(modules: Iterable[Named]) -> _Noted:
     for index, (path, module) in enumerate(modules):
         left_out = own if index else own | {"forward"}
         level += _note_dict(found, path, module.__dict__, left_out)
+    for path, value in callables:
+        held = held_by(path, value)
+        found.slots += held.cells
+        level += held.values
+        level += [each for place, owner in held.dicts for each in _note_dict(found, place, owner)]
     for depth in range(_DEPTH + 1):
         below: list[tuple[str, Any]] = []
         for path, value in level:

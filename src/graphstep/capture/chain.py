@@ -47,12 +47,13 @@ class Chain:
     @property
     def shares_copies(self) -> bool:
         """True if a copied argument is read by several pairs."""
-        first = self.pairs[0]
-        num_static = len(first.inputs) - len(first.in_place) - len(self.handover)
-        return len(self.pairs) > 1 and num_static > 0
+        if len(self.pairs) == 1:
+            return False
+        second = self.pairs[1]
+        return len(second.inputs) - len(second.in_place) - len(self.handover) > 0
 
     _look: QuickLook | None = None
-    _read: dict[int, ReadAhead] = field(default_factory=dict)
+    _read: dict[int, Sequence[ReadAhead]] = field(default_factory=dict)
 
     def has_hooks(self, pairs: Sequence[GraphPair]) -> bool:
         """True if a parameter of these may have a hook on its gradient."""
@@ -85,11 +86,14 @@ class Chain:
             stop += 1
         return self.pairs[index:stop]
 
-    def read_ahead(self, index: int) -> ReadAhead | None:
-        """What the layers read that the forward half of ``index`` launches; ``None`` if it launches itself alone."""
-        if index + 1 == len(self.pairs) or self.pairs[index + 1].forward is not None:
-            return None
+    def read_ahead(self, index: int) -> Sequence[ReadAhead]:
+        """What the pairs read that the forward half of ``index`` launches, itself first; empty if no other one."""
+        following = index + 1
+        if following == len(self.pairs) or self.pairs[index].forward is None:
+            return ()
+        if self.pairs[following].forward is not None:
+            return ()
         found = self._read.get(index)
         if found is None:
-            found = self._read[index] = ReadAhead(self.graph_at(index))
+            found = self._read[index] = list(map(ReadAhead, self.graph_at(index)))
         return found

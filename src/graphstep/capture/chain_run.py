@@ -7,19 +7,25 @@ right.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import Any
+from operator import attrgetter
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 
 from graphstep.capture.chain import Chain
 from graphstep.capture.graph_pair import GraphPair
+from graphstep.capture.kept_state import KeptState
 from graphstep.capture.lanes import Span
 from graphstep.capture.merged_backward import by_graph, handed_over, is_partial, recomputed
 from graphstep.capture.pending import Pending
+from graphstep.capture.read_ahead import ReadAhead
 from graphstep.engine import torch_private
 from graphstep.errors import LifecycleError
+
+_wants_gradient: Final = attrgetter("requires_grad")
 
 
 class ChainRun:
@@ -53,8 +59,10 @@ class ChainRun:
         """Of the results handed out, to see whether somebody wrote into them."""
         self._read: list[tuple[Tensor, int]] = []
         """Results of other runs that the backward half of the first pair reads, with their versions."""
-        self._launched: dict[int, list[list[int]]] = {}
-        """By the first pair of a graph of several: versions of what each of them reads, at the launch."""
+        self.read: dict[int, tuple[ReadAhead, list[int]]] = {}
+        """By index of a pair in a graph of several: what it reads, and the versions at the launch."""
+        self._ahead: list[KeptState] = []
+        """What has been written by pairs that were launched and are still to be called, in order."""
         self.num_landmarks = 0
         self.copied: frozenset[int] = frozenset()
         """Pairs whose callers get copies of the results."""
@@ -85,6 +93,7 @@ class ChainRun:
         """
         chain, first = self.chain, self.first
         pair = chain.pairs[first]
+        pair.session.settle_ahead()
         stop = len(chain.pairs)
         wanted = [tensor for tensor in tensors if tensor.requires_grad]
         # Of each pair one parameter: so that a backward pass towards parameters alone comes by here, and is refused.
@@ -113,6 +122,8 @@ class ChainRun:
         """Run the forward half of the next pair."""
         index = self.latest + 1
         pair = self.chain.pairs[index]
+        if pair.forward is None and pair.kept is not None:
+            del self._ahead[0]
         pair.launch_forward()
         self._note_launch(index)
         self._note(index, pair)
@@ -126,20 +137,26 @@ class ChainRun:
         pair.stats.num_replays += 1
 
     def _note_launch(self, index: int) -> None:
-        read = self.chain.read_ahead(index)
-        if read is not None:
-            self._launched[index] = read.versions()
+        reads = self.chain.read_ahead(index)
+        if not reads:
+            return
+        for place, read in enumerate(reads, index):
+            self.read[place] = read, read.versions()
+        self._ahead = [read.kept for read in reads[1:] if read.kept is not None]
+        if self._ahead:
+            for kept in self._ahead:
+                kept.note()
+            self.chain.pairs[index].session.ahead = weakref.ref(self)
 
-    def has_run_on_old(self, index: int) -> bool:
-        """True if this pair was launched with one before it, and what it reads was written since."""
-        if not self._launched or self.chain.pairs[index].forward is not None:
-            return False
-        start = max(each for each in self._launched if each <= index)
-        return self._differs(start, index)
+    def undo_ahead(self) -> None:
+        """What was launched and will not be called has not run: put back what it has written.
 
-    def _differs(self, start: int, index: int) -> bool:
-        read = self.chain.read_ahead(start)
-        return read is not None and read.versions_of(index - start) != self._launched[start][index - start]
+        Raises:
+            LifecycleError: somebody has written there since.
+        """
+        ahead, self._ahead = self._ahead, []
+        for kept in reversed(ahead):
+            kept.undo()
 
     def forward(self, stop: int, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Load the arguments, run the first forward half, and give a tensor for every result up to ``stop``."""
@@ -221,6 +238,7 @@ class ChainRun:
             StaleAddressError: a gradient has moved.
         """
         done = self._done()
+        done[0].session.settle_ahead()
         if self._before_backward is not None:
             self._before_backward(done[-1])
         given = self._checked(done, gradients)
@@ -292,22 +310,22 @@ class ChainRun:
                 where=pairs[0].region.name,
                 fix="use an operation that makes a new tensor, such as x + y instead of x.add_(y)",
             )
+        _refuse_frozen(pairs)
         _refuse_new_hooks(pairs, self.chain.has_hooks(pairs))
         return given
 
     def _refuse_other_state(self, again: Collection[int], graphs: Sequence[tuple[int, int]]) -> None:
         """What is computed again must read what it has read in the forward."""
         for start, stop in graphs:
-            place = self.first + start
-            if start in again and place in self._launched:
-                for index in range(place, self.first + stop):
-                    if self._differs(place, index):
-                        raise LifecycleError(
-                            "a weight or buffer was written between the forward and the backward of a graph of several "
-                            "layers that was used in part, so that it cannot be computed again",
-                            where=self.chain.pairs[index].region.name,
-                            fix="launch each layer by itself: --cuda-graph-merge-layers 1 (merge_layers=1)",
-                        )
+            for index in range(self.first + start, self.first + stop) if start in again else ():
+                read, versions = self.read.get(index, (None, []))
+                if read is not None and not read.is_as_in_forward(versions):
+                    raise LifecycleError(
+                        "a weight or buffer was written between the forward and the backward of a graph of several "
+                        "layers that was used in part, so that it cannot be computed again",
+                        where=self.chain.pairs[index].region.name,
+                        fix="launch each layer by itself: --cuda-graph-merge-layers 1 (merge_layers=1)",
+                    )
 
     def _done(self) -> tuple[GraphPair, ...]:
         return self.chain.pairs[self.first : self.latest + 1]
@@ -340,7 +358,7 @@ def _computed_again(
             for _, output in pairs[stop].chained.values():
                 if pairs[stop - 1].differentiable[output]:
                     found[-1][output] = pairs[stop - 1].outputs[output]
-        is_chained = not (is_partial(graph, found, is_chained=is_chained) and all(pair.is_pure for pair in graph))
+        is_chained = not (is_partial(graph, found, is_chained=is_chained) and all(pair.runs_again for pair in graph))
         if not is_chained:
             again.add(start)
     return again
@@ -349,6 +367,17 @@ def _computed_again(
 def _sources(chain: Chain, first: int) -> Iterable[GraphPair]:
     pair = chain.pairs[first]
     return pair.sources() if pair.chained else ()
+
+
+def _refuse_frozen(pairs: Sequence[GraphPair]) -> None:
+    frozen = [pair.region.name for pair in pairs if not all(map(_wants_gradient, pair.trained))]
+    if frozen:
+        raise LifecycleError(
+            "parameters were frozen (requires_grad_(False)) between the forward and the backward; the captured "
+            "backward would give them gradients",
+            where=", ".join(frozen),
+            fix="freeze them before the forward, or after the backward",
+        )
 
 
 def _refuse_new_hooks(pairs: Sequence[GraphPair], has_hooks: bool) -> None:
@@ -380,7 +409,7 @@ def _refuse_if_spoilt(pair: GraphPair, versions: Sequence[int], read_by_next: Co
 
 
 def _refuse_if_partial(graph: Sequence[GraphPair], given: Sequence[Sequence[Tensor | None]], *, is_last: bool) -> None:
-    if all(pair.is_pure for pair in graph):
+    if all(pair.runs_again for pair in graph):
         return
     if len(graph) > 1 or graph[-1].backward is None:
         if is_partial(graph, given, is_chained=not is_last):

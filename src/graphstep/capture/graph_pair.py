@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Container, Hashable, Mapping, Sequence
+from contextlib import nullcontext
 from operator import attrgetter
 from typing import Any, Final
 
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from graphstep.capture.gradients import GradientHomes, Guests, has_gradient_hooks, hooks_off
 from graphstep.capture.holders import Holders
+from graphstep.capture.kept_state import KeptState
 from graphstep.capture.lanes import Lane
 from graphstep.capture.left_tensors import LeftTensors
 from graphstep.capture.observe import Observation
@@ -31,7 +33,6 @@ from graphstep.capture.static_inputs import refresh, refresh_gradients, static_l
 from graphstep.capture.tree import flatten, unflatten
 from graphstep.capture.warmup import warm_up
 from graphstep.engine import Recording, torch_private
-from graphstep.errors import CaptureError, LifecycleError
 
 _hooks_of: Final = attrgetter("_backward_hooks")
 _version_of: Final = attrgetter("_version")
@@ -42,7 +43,8 @@ BACKWARD_LANE: Final = "backward"
 class GraphPair:
     """The two halves and the tensors at their seams.
 
-    NEW -> FORWARD -> READY: :func:`capture_forwards`, then :func:`capture_backwards`, in the order of the plan.
+    NEW -> FORWARD -> READY: :func:`graphstep.capture.pair_capture.capture_forwards`, then ``capture_backwards``, in the
+    order of the plan.
     Replays go through :class:`graphstep.capture.chain_run.ChainRun`.
 
     Args:
@@ -130,6 +132,8 @@ class GraphPair:
         """Their gradients are results of the backward recording, and autograd accumulates them."""
         self.exposed_gradients: list[Tensor | None] = []
         self.left = LeftTensors()
+        self.kept: KeptState | None = None
+        """What it writes, as it was before its latest launch, if it may run before it is called."""
         self._holders: Holders | None = None
         self._observation = Observation()
         self._known: set[int] = set()
@@ -274,6 +278,17 @@ class GraphPair:
         return self._observation.is_pure
 
     @property
+    def runs_again(self) -> bool:
+        """True if it may run again for its gradients, and leave no trace."""
+        return self.is_pure or self.kept is not None
+
+    def run_ahead(self) -> bool:
+        """After the warmup: prepare a launch before the call. False if what that would do cannot be undone."""
+        if not self.is_pure and self.kept is None:
+            self.kept = KeptState.of(self)
+        return self.runs_again
+
+    @property
     def is_ready(self) -> bool:
         """True once both halves are captured."""
         return self._is_forward_captured and self._is_backward_captured
@@ -354,7 +369,7 @@ class GraphPair:
 
     def recompute(self, inputs: Sequence[Tensor]) -> list[Tensor]:
         """Run the region eagerly on its static inputs, or on what another one made; returns its outputs, flat."""
-        with self.left.put_back():
+        with self.left.put_back(), self.kept.put_back() if self.kept is not None else nullcontext():
             return flatten(self._call(inputs))[0]
 
     def load_output_gradients(self, gradients: Sequence[Tensor | None], *, is_chained: bool) -> None:
@@ -413,88 +428,3 @@ class GraphPair:
         """Overwrite what nobody should read after the backward: results that no caller holds."""
         if self.poisons and not self.is_held():
             poison(output for output, is_own in zip(self.outputs, self._is_own, strict=True) if is_own)
-
-
-def capture_forwards(pairs: Sequence[GraphPair]) -> None:
-    """Capture the forward halves of a pair, or of several that follow each other, as one recording.
-
-    Their outputs and what autograd saved stay in the pool until the backward halves are captured.
-
-    Raises:
-        CaptureError: it cannot be captured, or no output of a region depends on anything that wants a gradient.
-        LifecycleError: captured already.
-    """
-    first = pairs[0]
-    if any(pair._is_forward_captured for pair in pairs):
-        raise LifecycleError("the forward half is captured already", where=first.region.name)
-
-    def run() -> list[Any]:
-        results = []
-        for pair in pairs:
-            with pair._aliases.installed(), pair.left.noted(pair):
-                results.append(pair._run_forward())
-        return results
-
-    observation = Observation.joined(pair._observation for pair in pairs)
-    recording = first.session.capture(first.stats, run, observation=observation, lane=first._lane)
-    first.forward = recording
-    for pair in pairs:
-        pair._is_forward_captured = True
-        pair.differentiable = tuple(output.requires_grad for output in pair.outputs)
-        if not any(pair.differentiable):
-            raise CaptureError(
-                "no output of this region has a gradient",
-                where=pair.region.name,
-                fix="capture it forward-only, or leave it out of the captured modules",
-            )
-
-
-def capture_backwards(pairs: Sequence[GraphPair], grad_outputs: Sequence[Tensor | None]) -> None:
-    """Capture the backward halves of what :func:`capture_forwards` has captured together.
-
-    They give the gradients of the first pair's inputs, and those of the parameters added to where they live.
-
-    Args:
-        pairs: in the order of their forwards.
-        grad_outputs: for each output of the last pair, the static tensor that holds its gradient; ``None`` where it
-            has none.
-
-    Raises:
-        CaptureError: it cannot be captured.
-        LifecycleError: the forward is not captured yet, or the backward is already.
-    """
-    first, last = pairs[0], pairs[-1]
-    if not all(pair._is_forward_captured for pair in pairs):
-        raise LifecycleError("the forward half is not captured yet", where=last.region.name)
-    if any(pair._is_backward_captured for pair in pairs):
-        raise LifecycleError("the backward half is captured already", where=last.region.name)
-    last.grad_outputs = list(grad_outputs)
-
-    def run() -> list[Any]:
-        results: list[Any] = []
-        for pair, before in zip(reversed(pairs), [*reversed(pairs[:-1]), None], strict=True):
-            results.append(pair._run_backward())
-            if before is not None:
-                given: list[Tensor | None] = [None] * len(before.outputs)
-                repeated = {position for position, _ in pair.signature.repeated}
-                for position, (_, output) in pair.chained.items():
-                    found = pair.grad_inputs[position]
-                    if before.differentiable[output] and position not in repeated:
-                        given[output] = torch.zeros_like(before.outputs[output]) if found is None else found
-                before.grad_outputs = given
-        return results
-
-    observation = Observation.joined(pair._observation for pair in pairs)
-    recording = last.session.capture(last.stats, run, observation=observation, lane=last._backward_lane)
-    last.backward = recording
-    for pair in pairs:
-        pair._is_backward_captured = True
-        pair.takes_all_gradients = all(gradient is not None for gradient in pair.grad_outputs)
-        pair._let_go_forward()
-        if pair is not first:
-            pair.grad_inputs = []
-        if pair is not last:
-            pair.grad_outputs = []
-    for each in (first.forward, recording):
-        if each is not None:
-            each.release_result()

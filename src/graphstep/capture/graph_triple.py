@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from graphstep.capture.gradients import Guests, hooks_off
-from graphstep.capture.graph_pair import BACKWARD_LANE, GraphPair, capture_backwards
+from graphstep.capture.graph_pair import BACKWARD_LANE, GraphPair
 from graphstep.capture.observe import Observation
+from graphstep.capture.pair_capture import capture_backwards
 from graphstep.capture.saved_tensors import CreatedStorages, with_memory_of_their_own
 from graphstep.capture.split_backward import SplitBackward, TensorHooks
 from graphstep.engine import Recording

@@ -35,6 +35,8 @@ class Entry:
     """Address, whether it wants a gradient, shape, strides."""
     container: dict[str, Any]
     key: str
+    may_be_frozen: bool = False
+    """Whether it wants a gradient is asked elsewhere."""
 
     def has_changed(self) -> bool:
         """True if a recording that was made for this tensor must not run."""
@@ -42,7 +44,12 @@ class Entry:
         if current is None or self.facts is None:
             return current is not self.tensor
         # Another parameter over the same memory has a gradient of its own, which the recording does not know.
-        return _facts_of(current) != self.facts or (current is not self.tensor and self.role is Role.WEIGHT)
+        if current is not self.tensor and self.role is Role.WEIGHT:
+            return True
+        facts = _facts_of(current)
+        return facts != self.facts and not (
+            self.may_be_frozen and (facts[0], *facts[2:]) == (self.facts[0], *self.facts[2:])
+        )
 
     def explain(self) -> str:
         """How it differs from what was noted."""
@@ -57,7 +64,7 @@ class Entry:
             return f"{what} was replaced by another tensor: captured at {address:#x}, now at {current.data_ptr():#x}"
         if current.data_ptr() != address:
             return f"{what} moved: captured at {address:#x}, now at {current.data_ptr():#x}"
-        if current.requires_grad != requires_grad:
+        if current.requires_grad != requires_grad and not self.may_be_frozen:
             return f"{what} had requires_grad={requires_grad} at capture, now {current.requires_grad}"
         now = f"{tuple(current.shape)} with strides {current.stride()}"
         return f"{what} changed its layout: captured {tuple(shape)} with strides {stride}, now {now}"
@@ -129,11 +136,14 @@ class Manifest:
     def __iter__(self) -> Iterator[Entry]:
         return iter(self._entries.values())
 
-    def watch(self, modules: Iterable[tuple[str, nn.Module]], leaves: Iterable[Tensor] = ()) -> Watched:
+    def watch(
+        self, modules: Iterable[tuple[str, nn.Module]], leaves: Iterable[Tensor] = (), *, may_be_frozen: bool = False
+    ) -> Watched:
         """Note every parameter, buffer and submodule of the modules as they are now.
 
         Args:
             modules: name and module; their descendants are included.
+            may_be_frozen: another ``requires_grad`` is no change.
             leaves: tensors that a backward pass accumulates into; those that no module owns are noted as well.
         """
         entries: dict[tuple[int, str], Entry] = {}
@@ -143,7 +153,9 @@ class Manifest:
             for path, module in root.named_modules(prefix=prefix):
                 for container, role in ((module._parameters, Role.WEIGHT), (module._buffers, Role.STATE)):
                     for key, tensor in container.items():
-                        entries[id(container), key] = _entry(_join(path, key), role, tensor, container, key)
+                        entries[id(container), key] = _entry(
+                            _join(path, key), role, tensor, container, key, may_be_frozen=may_be_frozen
+                        )
                     sizes.append((path, container, len(container)))
                 children.extend(
                     Child(_join(path, key), child, module._modules, key) for key, child in module._modules.items()
@@ -186,8 +198,10 @@ def verify(watched: Watched, where: str, *, instead: str = DROP) -> None:
         )
 
 
-def _entry(name: str, role: Role, tensor: Tensor | None, container: dict[str, Any], key: str) -> Entry:
-    return Entry(name, role, tensor, None if tensor is None else _facts_of(tensor), container, key)
+def _entry(
+    name: str, role: Role, tensor: Tensor | None, container: dict[str, Any], key: str, *, may_be_frozen: bool = False
+) -> Entry:
+    return Entry(name, role, tensor, None if tensor is None else _facts_of(tensor), container, key, may_be_frozen)
 
 
 def _facts_of(tensor: Tensor) -> tuple[Any, ...]:

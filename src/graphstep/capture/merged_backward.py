@@ -49,36 +49,54 @@ def recomputed(
     if is_chained:
         graph[-1].load_output_gradients(given[-1], is_chained=True)
         given = [*given[:-1], graph[-1].grad_outputs]
-    first = graph[0]
-    repeated = dict(first.signature.repeated)
-    roots: list[Tensor] = []
-    gradients: list[Tensor] = []
     with torch.enable_grad():
-        inputs = [t.detach().requires_grad_(t.requires_grad) for t in first.inputs]
+        runs = _run_again(graph)
+    found = [list(gradients) for gradients in given]
+    incoming: list[Tensor | None] = []
+    exposed: list[Tensor | None] = []
+    for index in reversed(range(len(graph))):
+        pair, (inputs, outputs) = graph[index], runs[index]
+        incoming, exposed = _gradients_of(pair, inputs, outputs, found[index])
+        if index:
+            # One after the other, so that what comes from elsewhere is added where replays and eager code add it.
+            found[index - 1] = handed_over(incoming, pair, found[index - 1])
+    return incoming, exposed
+
+
+def _run_again(graph: Sequence[GraphPair]) -> list[tuple[list[Tensor], list[Tensor]]]:
+    """Run the regions eagerly, one after the other; the inputs and outputs of each."""
+    runs: list[tuple[list[Tensor], list[Tensor]]] = []
+    for pair in graph:
+        repeated = dict(pair.signature.repeated)
+        given = list(pair.inputs)
+        for position, (_, output) in pair.chained.items() if runs else ():
+            given[position] = runs[-1][1][output]
+        inputs = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in given]
         inputs = [inputs[repeated.get(position, position)] for position in range(len(inputs))]
-        outputs: list[Tensor] = []
-        for pair, found in zip(graph, given, strict=True):
-            arguments = list(inputs) if pair is first else list(pair.inputs)
-            for position, (_, output) in pair.chained.items() if pair is not first else ():
-                arguments[position] = outputs[output]
-            outputs = pair.recompute(arguments)
-            used = [(o, g) for o, g in zip(outputs, found, strict=True) if g is not None and o.requires_grad]
-            roots += [output for output, _ in used]
-            gradients += [gradient for _, gradient in used]
+        runs.append((inputs, pair.recompute(inputs)))
+    return runs
+
+
+def _gradients_of(
+    pair: GraphPair, inputs: Sequence[Tensor], outputs: Sequence[Tensor], given: Sequence[Tensor | None]
+) -> tuple[list[Tensor | None], list[Tensor | None]]:
+    """Gradients of the inputs and of the parameters that autograd accumulates for; the others are accumulated."""
+    repeated = {position for position, _ in pair.signature.repeated}
+    used = [(o, g) for o, g in zip(outputs, given, strict=True) if g is not None and o.requires_grad]
     places = [n for n, tensor in enumerate(inputs) if tensor.requires_grad and n not in repeated]
-    accumulated = [(pair, parameter) for pair in graph for parameter in pair.accumulated]
-    wanted = [*(inputs[place] for place in places), *first.exposed, *(parameter for _, parameter in accumulated)]
-    with hooks_off(first.exposed):
-        found_gradients = torch_private.gradients(roots, wanted, gradients) if roots else (None,) * len(wanted)
+    wanted = [*(inputs[place] for place in places), *pair.exposed, *pair.accumulated]
+    with hooks_off(pair.exposed), torch.enable_grad():
+        found: Sequence[Tensor | None] = (None,) * len(wanted)
+        if used:
+            found = torch_private.gradients([o for o, _ in used], wanted, [g for _, g in used])
     incoming: list[Tensor | None] = [None] * len(inputs)
-    for place, gradient in zip(places, found_gradients, strict=False):
+    for place, gradient in zip(places, found, strict=False):
         incoming[place] = gradient
-    exposed = list(found_gradients[len(places) : len(places) + len(first.exposed)])
-    rest = found_gradients[len(places) + len(exposed) :]
-    for (pair, parameter), gradient in zip(accumulated, rest, strict=True):
+    rest = list(found[len(places) :])
+    for parameter, gradient in zip(pair.accumulated, rest[len(pair.exposed) :], strict=True):
         if gradient is not None:
             pair.accumulate_eagerly(parameter, gradient)
-    return incoming, exposed
+    return incoming, rest[: len(pair.exposed)]
 
 
 def handed_over(

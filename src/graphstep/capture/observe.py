@@ -38,6 +38,12 @@ class Observation:
     """It recomputes or offloads something: what autograd has saved is not to be looked at."""
     is_pure: bool = False
     """It wrote into nothing that existed before, and drew no random numbers."""
+    is_random: bool = True
+    """It drew random numbers."""
+    written: list[Tensor] = field(default_factory=list)
+    """One alias, as bytes, over each storage that existed before and was written."""
+    only_in_backward: set[int] = field(default_factory=set)
+    """Storages that existed before and that the forward has not used, by key."""
 
     def lost_tensors(self, known: Collection[int]) -> list[str]:
         """Tensors that the function read and whose owner has let go of them, in words, but for storages ``known``.
@@ -94,7 +100,8 @@ def observe(function: Callable[[], Any], engine: Engine, *, num_runs: int = 1) -
             with watcher, _sparse_refused():
                 function()
             leaves = _filled(watcher.leaves)
-            is_pure = not (log.nbytes or watcher.generators or have_drawn())
+            is_random = bool(watcher.generators) or have_drawn()
+            written = log.contents()
             for _ in range(num_runs - 1):
                 function()
         finally:
@@ -108,7 +115,10 @@ def observe(function: Callable[[], Any], engine: Engine, *, num_runs: int = 1) -
         watcher.externals,
         watcher.sources,
         watcher.sees_saved_taken,
-        is_pure,
+        is_pure=not (written or is_random),
+        is_random=is_random,
+        written=written,
+        only_in_backward=watcher.only_in_backward,
     )
 
 

@@ -12,6 +12,7 @@ from graphstep.errors import LifecycleError
 
 if TYPE_CHECKING:
     from graphstep.capture.chain_run import ChainRun
+    from graphstep.capture.read_ahead import ReadAhead
 
 
 class Pending:
@@ -45,7 +46,11 @@ class Pending:
         """The pair that is called next."""
         self.training: tuple[bool, ...] = ()
         """Training flags at the capture of the next call."""
+        self.trainable: tuple[bool, ...] = ()
+        """Which of its parameters wanted a gradient then."""
         self._expected: list[tuple[Place, weakref.ref[Tensor], int]] = []
+        self._read: tuple[ReadAhead, list[int]] | None = None
+        """What the next call reads if its pair has run already, and the versions at its launch."""
         self._receiver: Receiver | None = None
 
     def arm(self) -> None:
@@ -60,7 +65,8 @@ class Pending:
         self._next += 1
         index = run.latest + 1
         self.pair = run.chain.pairs[index]
-        self.training = self.pair.signature.training
+        self._read = run.read.get(index) if self.pair.forward is None else None
+        self.training, self.trainable = self.pair.signature.training, self.pair.signature.trainable
         self._receiver = run.chain.receivers[index]
         self._receiver.pending = self
 
@@ -73,7 +79,7 @@ class Pending:
 
     def has_run_on_old(self) -> bool:
         """True if the next pair has run already, and what it reads was written since."""
-        return self._run is not None and self._run.has_run_on_old(self._run.latest + 1)
+        return self._read is not None and self._read[0].versions() != self._read[1]
 
     def _has_results(self, arguments: tuple[Any, ...], named: dict[str, Any]) -> bool:
         for place, expected, version in self._expected:
@@ -117,9 +123,11 @@ class Pending:
         """Expect nothing any more and let go of the results that were not asked for."""
         if self._receiver is not None and self._receiver.pending is self:
             self._receiver.pending = None
-        self._run = None
+        run, self._run = self._run, None
         self._handles, self._expected, self._versions = [], [], []
         self._arguments, self._named = [], []
+        if run is not None:
+            run.undo_ahead()
 
     def _live_run(self) -> ChainRun:
         if self._run is None:

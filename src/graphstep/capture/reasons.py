@@ -33,6 +33,11 @@ class EagerReason(StrEnum):
         "A replay saves nothing for autograd. Put torch.utils.checkpoint inside the captured region, or do without "
         "recompute and offloading for the modules that are to replay.",
     )
+    CACHED_WEIGHTS = (
+        "parametrized weights are cached",
+        "Within parametrize.cached() calls share weights that were computed outside of the graphs. Leave it out around "
+        "modules that are to replay.",
+    )
     OTHER_SIGNATURE = (
         "another signature",
         "The report lists what differs. Pad to the captured shape or drop the incomplete batch; or use "

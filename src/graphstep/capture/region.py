@@ -21,6 +21,18 @@ class Region:
     """Any nesting of tensors in and out. Changes no Python state."""
     modules: tuple[nn.Module, ...] = field(repr=False)
     """The modules inside, descendants included: their training flags are part of the signature."""
+    is_rest: bool = False
+    """It begins inside of a layer and ends with it: it is launched together with what follows it directly."""
+
+    @property
+    def is_parametrized(self) -> bool:
+        """True if weights of the modules are computed from others (``torch.nn.utils.parametrize``)."""
+        return any("parametrizations" in module._modules for module in self.modules)
+
+    def parameters(self) -> list[nn.Parameter]:
+        """Parameters of the modules, as they are now."""
+        each = (parameter for module in self.modules for parameter in module._parameters.values())
+        return [parameter for parameter in each if parameter is not None]
 
     def tensors(self) -> list[Tensor]:
         """Parameters and buffers of the modules, as they are now."""

@@ -107,17 +107,32 @@ class RegionStats:
 
 
 @dataclass(frozen=True, slots=True)
+class EagerPart:
+    """A part of a layer that is no region: nobody asked to capture it."""
+
+    name: str
+    kind: str
+    why: str
+
+    def to_json(self) -> dict[str, str]:
+        """The same as plain data."""
+        return {"name": self.name, "kind": self.kind, "why": self.why}
+
+
+@dataclass(frozen=True, slots=True)
 class CaptureReport:
     """A snapshot of a session's regions."""
 
     engine: str
     rows: tuple[RegionStats, ...]
     pool_bytes: int
+    eager_parts: tuple[EagerPart, ...] = ()
 
     def joined(self, other: CaptureReport) -> CaptureReport:
         """This one and that of another session, as one."""
         engine = other.engine if self.engine == "none" else self.engine
-        return CaptureReport(engine, self.rows + other.rows, self.pool_bytes + other.pool_bytes)
+        parts = self.eager_parts + other.eager_parts
+        return CaptureReport(engine, self.rows + other.rows, self.pool_bytes + other.pool_bytes, parts)
 
     @property
     def num_recordings(self) -> int:
@@ -141,7 +156,12 @@ class CaptureReport:
         about signatures and microbatches in flight are left out where no region has any.
         """
         title = f"captured: {_count(self.num_recordings, 'recording')}, {self.engine} engine"
-        notes = [*_why_notes(self.rows), *_eager_notes(self.rows), *_advice_notes(self.rows)]
+        notes = [
+            *_part_notes(self.eager_parts),
+            *_why_notes(self.rows),
+            *_eager_notes(self.rows),
+            *_advice_notes(self.rows),
+        ]
         table = _ReportTable(Text.assemble((title, "bold"), "\n", self._sums()), notes)
         has_slots = any(row.num_slots or row.num_signatures for row in self.rows)
         table.add_column("region", overflow="fold")
@@ -169,6 +189,7 @@ class CaptureReport:
             "pool_bytes": self.pool_bytes,
             "coverage": {"num_captured": num_captured, "num_regions": num_regions},
             "regions": [row.to_json() for row in self.rows],
+            "eager_parts": [part.to_json() for part in self.eager_parts],
         }
 
     def _sums(self) -> str:
@@ -276,6 +297,15 @@ def _eager_notes(rows: Sequence[RegionStats]) -> list[Text]:
         if text or last:
             texts.setdefault(text + (f" (last: {last})" if last else ""), []).append(row.name)
     return [Text(f"eager calls of {_region_names(names, rows)}: {text}") for text, names in texts.items()]
+
+
+def _part_notes(parts: Sequence[EagerPart]) -> list[Text]:
+    """Which parts of layers are no regions, and why."""
+    texts: dict[tuple[str, str], list[str]] = {}
+    for part in parts:
+        # Equal parts of all layers are told together, whatever lies between them.
+        texts.setdefault((part.name.rpartition(".")[2], part.why), []).append(part.name)
+    return [Text(f"eager, {_joined(names)}: {why}") for (_, why), names in texts.items()]
 
 
 def _why_notes(rows: Sequence[RegionStats]) -> list[Text]:

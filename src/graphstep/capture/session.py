@@ -41,6 +41,8 @@ class GraphSession:
         self.manifest = Manifest()
         self.gradient_homes: Homes = {}
         """Where gradients live that recordings write, by parameter."""
+        self.ahead: weakref.ref[Any] | None = None
+        """The run that has launched something before its call, and waits for that call."""
         self._recordings: dict[Recording, Sequence[Tensor]] = {}
         """Each with the tensors that it uses and that must not go before it."""
         self._stats: dict[str, RegionStats] = {}
@@ -65,10 +67,19 @@ class GraphSession:
             found = self._stats[name] = RegionStats(name, kind)
         return found
 
-    def watch(self, modules: Sequence[tuple[str, nn.Module]], leaves: Sequence[Tensor] = ()) -> Watched:
+    def settle_ahead(self) -> None:
+        """Something else happens than the call that was expected: what was launched for it is undone."""
+        ahead, self.ahead = self.ahead, None
+        run = ahead() if ahead is not None else None
+        if run is not None:
+            run.undo_ahead()
+
+    def watch(
+        self, modules: Sequence[tuple[str, nn.Module]], leaves: Sequence[Tensor] = (), *, may_be_frozen: bool = False
+    ) -> Watched:
         """Note the modules' parameters and buffers, and leaves that nobody owns, as they are; for :func:`verify`."""
         self.require_open()
-        return self.manifest.watch(modules, leaves)
+        return self.manifest.watch(modules, leaves, may_be_frozen=may_be_frozen)
 
     def watch_run(self, function: Callable[[], T]) -> tuple[T, Observation]:
         """Run ``function`` for real, and tell what it touched."""

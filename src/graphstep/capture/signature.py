@@ -110,10 +110,18 @@ class Signature:
     training: tuple[bool, ...] = ()
     repeated: tuple[tuple[int, int], ...] = ()
     """Positions of tensors that are the same object as an earlier one, each with the position of that one."""
+    trainable: tuple[bool, ...] = ()
+    """``requires_grad`` of the parameters involved, where frozen ones are no error."""
 
     @classmethod
     def of(
-        cls, arguments: Any, *, device_type: str, modules: Sequence[nn.Module] = (), are_copied: bool = False
+        cls,
+        arguments: Any,
+        *,
+        device_type: str,
+        modules: Sequence[nn.Module] = (),
+        are_copied: bool = False,
+        trainable: tuple[bool, ...] = (),
     ) -> Signature:
         """The signature of a call.
 
@@ -121,6 +129,7 @@ class Signature:
             arguments: any nesting of containers, dataclasses, tensors and values.
             device_type: ``cuda`` or ``cpu``, for the autocast state.
             modules: modules whose ``training`` flags matter.
+            trainable: see the attribute.
             are_copied: what is called gets a copy of each tensor, whether some of them are the same or not.
 
         Raises:
@@ -135,6 +144,7 @@ class Signature:
             AmbientState.now(device_type),
             tuple(module.training for module in modules),
             repeated_in(tensors) if len(tensors) > 1 and not are_copied else (),
+            trainable,
         )
 
     def differences(self, other: Signature, root: str = "arguments") -> list[str]:
@@ -153,6 +163,8 @@ class Signature:
             found.append("other arguments than at capture are one and the same tensor")
         if self.training != other.training:
             found.append("the training flags of the modules changed (train() or eval() was called)")
+        if self.trainable != other.trainable:
+            found.append("parameters were frozen or thawed (requires_grad_() was called)")
         return found
 
 

@@ -182,6 +182,19 @@ def tensor_paths(structure: Node | Value, root: str = "") -> list[str]:
     ]
 
 
+def argument_places(structure: Node | Value) -> list[tuple[Any, int]]:
+    """For each tensor of ``(arguments, named)``: the position or keyword of its argument, and its number in it."""
+    if isinstance(structure, Value):
+        return []
+    return [
+        (name, number)
+        for part in structure.children
+        if isinstance(part, Node)
+        for name, child in zip(part.names, part.children, strict=True)
+        for number in range(len(tensor_paths(child)))
+    ]
+
+
 def step_of(kind: type, name: Any) -> str:
     """One step of a path: an index, a key or an attribute."""
     if issubclass(kind, Mapping):

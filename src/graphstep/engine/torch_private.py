@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import parametrize
 from torch.utils._python_dispatch import TorchDispatchMode
 
 _POST_ACCUMULATE_HOOKS_OF: Final = attrgetter("_post_accumulate_grad_hooks")
@@ -151,6 +152,17 @@ def all_bytes(tensor: Tensor) -> Tensor:
         return raw.set_(tensor.untyped_storage())
 
 
+def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    """Copy each source to its target: one kernel where torch has one for many tensors."""
+    copy = getattr(torch, "_foreach_copy_", None)
+    with torch.no_grad():
+        if copy is not None and len(targets) > 1:
+            copy(list(targets), list(sources))
+            return
+        for target, source in zip(targets, sources, strict=True):
+            target.copy_(source)
+
+
 class WeakStorage:
     """Holds a storage's identity without its memory: as long as this lives, no other storage gets the same key."""
 
@@ -253,6 +265,24 @@ def saved_tensors_are_taken() -> bool:
     """Whether somebody takes what autograd saves in this thread: activation recompute, or offloading to the host."""
     top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
     return top is not None and top(True) is not None
+
+
+def weights_are_cached() -> bool:
+    """True inside ``torch.nn.utils.parametrize.cached()``: parametrized weights are computed once for several calls."""
+    return bool(getattr(parametrize, "_cache_enabled", 0))
+
+
+@contextmanager
+def no_weights_cached() -> Iterator[None]:
+    """Compute parametrized weights anew in the body, and keep none of them for what comes after it."""
+    enabled = getattr(parametrize, "_cache_enabled", 0)
+    if enabled:
+        parametrize._cache_enabled = 0
+    try:
+        yield
+    finally:
+        if enabled:
+            parametrize._cache_enabled = enabled
 
 
 def will_accumulate(node: Any) -> bool:

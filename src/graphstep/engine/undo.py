@@ -28,6 +28,10 @@ class UndoLog:
         """Bytes held in copies."""
         return sum(copy.nbytes for _, copy in self._saved.values())
 
+    def contents(self) -> list[Tensor]:
+        """The storages that are kept and not empty, as bytes."""
+        return [content for content, _ in self._saved.values() if content.nbytes]
+
     def __contains__(self, storage_key: int) -> bool:
         return storage_key in self._saved
 
@@ -72,6 +76,9 @@ class WriteObserver(torch_private.DispatchMode):
         self._external: dict[int, Tensor] = {}
         self._first_seen: dict[int, weakref.ref[Tensor]] = {}
         self._gradients: dict[int, tuple[Tensor, Tensor | None]] = {}
+        self._outer_pass = torch_private.backward_pass()
+        self.only_in_backward: set[int] = set()
+        """Storages that existed before and were first used in a backward pass, by key."""
         self.sees_saved_taken = False
         """An operation ran under hooks that take what autograd saves."""
         self._generator_states: dict[int, tuple[torch.Generator, Tensor]] = {}
@@ -137,6 +144,8 @@ class WriteObserver(torch_private.DispatchMode):
                 if key not in self._created and key not in self._external:
                     self._external[key] = tensor.detach()
                     self._first_seen[key] = weakref.ref(tensor)
+                    if torch_private.backward_pass() not in (None, self._outer_pass):
+                        self.only_in_backward.add(key)
                 if tensor.requires_grad and tensor.is_leaf and id(tensor) not in self._gradients:
                     self._gradients[id(tensor)] = (tensor, tensor.grad)
         return given

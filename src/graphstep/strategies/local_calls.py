@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any, Final, Protocol
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from graphstep.capture.attributes import Attributes
-from graphstep.capture.chain import Chain
+from graphstep.capture.chain import Chain, Receiver
 from graphstep.capture.chain_run import ChainRun
 from graphstep.capture.graph_pair import GraphPair
 from graphstep.capture.pending import Pending
@@ -20,6 +20,7 @@ from graphstep.capture.plan import PlanObserver
 from graphstep.capture.reasons import EagerReason
 from graphstep.capture.region import Region
 from graphstep.capture.report import RegionStats
+from graphstep.capture.session import GraphSession
 from graphstep.capture.signature import Signature, ambient_key
 from graphstep.capture.tree import flatten
 from graphstep.config import MismatchPolicy
@@ -29,6 +30,7 @@ from graphstep.strategies.local_observed import ObservedCalls, is_subclassed
 
 _OR_EAGERLY: Final = "; or let such calls run eagerly: policy='auto' (--cuda-graph-policy auto)"
 _training_of: Final = attrgetter("training")
+_wants_gradient: Final = attrgetter("requires_grad")
 _OBSERVED: Final = frozenset(
     {
         EagerReason.NOT_CAPTURED_YET,
@@ -44,10 +46,26 @@ _OBSERVED: Final = frozenset(
 _OBSERVED_ONCE: Final = frozenset({EagerReason.RESULT_HELD, EagerReason.PLACE_IN_USE})
 """Reasons that a second slot removes, for a loop that lets go of a result when it has the next."""
 
+_REFUSED: Final[Mapping[EagerReason | None, tuple[str, str]]] = {
+    EagerReason.RECOMPUTE: (
+        "this region is called in activation recompute (torch.utils.checkpoint) or under other hooks on saved "
+        "tensors: they work on what autograd saves, and a replay saves nothing",
+        "use the reentrant form (use_reentrant=True), which replays when it computes again; or a checkpoint "
+        "without dropout inside the region",
+    ),
+    EagerReason.CACHED_WEIGHTS: (
+        "this region is called within parametrize.cached(): calls share weights that are computed outside of them, "
+        "and a replay computes its own",
+        "leave parametrize.cached() out around the captured modules, or leave these out of the captured ones",
+    ),
+}
+"""What is wrong, and the fix, for reasons that concern the call and no signature of it."""
+
 
 class Host(Protocol):
     """What a region needs of the one who captures it."""
 
+    session: GraphSession
     observed: ObservedCalls
     on_mismatch: MismatchPolicy
     device_type: str
@@ -116,12 +134,15 @@ class RegionCalls:
         self.is_full = False
         """No further signature is captured without giving one up."""
         self._modules = modules
+        self._parameters = region.parameters()
         self._host = host
         self._device_type = host.device_type
         self._is_debugging = host.is_debugging
         self._changed = ""
         self._was_written = False
         """What it reads was written after the launch of the graph that holds this call."""
+        self._not_trained: tuple[bool, ...] | None = None
+        """Which parameters wanted a gradient when no call had one; ``None`` if that is not why nothing is captured."""
         self._has_warned = False
         self._mismatched: Signature | None = None
 
@@ -154,9 +175,15 @@ class RegionCalls:
         if self.current is not None and not self.current.is_settled:
             self.current.attributes.ignore_changed()
             self.current.is_settled = True
+        self._parameters = self.region.parameters()
         self.generations = [each for each in self.generations if each.links]
         if self.current is not None and not self.current.links:
             self.current = None
+
+    def has_no_gradient(self) -> None:
+        """Its calls reach no backward: run eagerly until parameters are frozen or thawed."""
+        self.why_not = EagerReason.NO_GRADIENT
+        self._not_trained = tuple(map(_wants_gradient, self._parameters))
 
     def forget(self, reason: EagerReason) -> None:
         """Let go of all pairs and run eagerly."""
@@ -176,11 +203,11 @@ class RegionCalls:
         self.current = fitting[-1] if fitting else None
         self._changed = changed[0] if changed and not fitting else ""
 
-    def is_current(self, pair: GraphPair) -> bool:
-        """True if a pair was captured with attributes as they are now, or were at the last call of this region."""
+    def is_as_for(self, pair: GraphPair) -> bool:
+        """True if a pair was captured with frozen parameters as they are, and attributes as at the last call or now."""
         if pair.owner is not self.current:
             self.look_at_attributes()
-        return pair.owner is self.current
+        return pair.owner is self.current and tuple(map(_wants_gradient, self._parameters)) == pair.signature.trainable
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
         """Run the region on its arguments."""
@@ -192,17 +219,19 @@ class RegionCalls:
                 pending.matches(arguments, named)
                 and pending.ambient == ambient_key(self._device_type)
                 and tuple(map(_training_of, self.region.modules)) == pending.training
+                and tuple(map(_wants_gradient, self._parameters)) == pending.trainable
                 and pending.pair.owner is self.current
                 and not pending.pair.has_new_hook()
                 and not torch_private.saved_tensors_are_taken()
-                and not (pending.pair.forward is None and pending.has_run_on_old())
+                and not torch_private.weights_are_cached()
+                and not pending.has_run_on_old()
             ):
                 if self._is_debugging:
                     self._host.verify()
                 if self.manual_hook is not None:
                     self.manual_hook()
                 return pending.advance()
-            self._was_written = pending.pair.forward is None and pending.has_run_on_old()
+            self._was_written = pending.has_run_on_old()
             pending.drop()
         return self._start(arguments, named)
 
@@ -210,9 +239,12 @@ class RegionCalls:
         host = self._host
         if host.is_capturing:
             return self.region.function(*arguments, **named)
+        host.session.settle_ahead()
         reason = never_replayed()
-        if reason is EagerReason.RECOMPUTE and not self._has_warned:
-            self._refuse_recompute()
+        if reason is None and torch_private.weights_are_cached() and self.region.is_parametrized:
+            reason = EagerReason.CACHED_WEIGHTS
+        if reason in _REFUSED and not self._has_warned:
+            self._refuse(*_REFUSED[reason])
         if reason is not None:
             return self._eager(reason, arguments, named)
         if torch_private.data_parallel_is_active() and not host.is_data_parallel:
@@ -224,7 +256,14 @@ class RegionCalls:
         tensors, _ = flatten((arguments, named))
         if not host.is_required and any(tensor.layout is not torch.strided for tensor in tensors):
             return self._eager(EagerReason.OTHER_SIGNATURE, arguments, named)
-        signature = Signature.of((arguments, named), device_type=host.device_type, modules=self.region.modules)
+        if not self.generations:
+            self._parameters = self.region.parameters()
+        signature = Signature.of(
+            (arguments, named),
+            device_type=host.device_type,
+            modules=self.region.modules,
+            trainable=tuple(map(_wants_gradient, self._parameters)),
+        )
         return self._replayed(signature, tensors, arguments, named)
 
     def _replayed(
@@ -263,14 +302,8 @@ class RegionCalls:
             return self._observed(observer, reason, signature, tensors, arguments, named)
         return self._eager(reason, arguments, named)
 
-    def _refuse_recompute(self) -> None:
-        error = CaptureError(
-            "this region is called in activation recompute (torch.utils.checkpoint) or under other hooks on saved "
-            "tensors: they work on what autograd saves, and a replay saves nothing",
-            where=self.region.name,
-            fix="use the reentrant form (use_reentrant=True), which replays when it computes again; or a checkpoint "
-            "without dropout inside the region" + _OR_EAGERLY * self._host.is_required,
-        )
+    def _refuse(self, what: str, fix: str) -> None:
+        error = CaptureError(what, where=self.region.name, fix=fix + _OR_EAGERLY * self._host.is_required)
         if self._host.is_required:
             raise error
         self._has_warned = True
@@ -281,6 +314,9 @@ class RegionCalls:
             self.stats.last_detail = self._changed
             return EagerReason.CHANGED_ATTRIBUTE
         if not self.links:
+            is_no_gradient = self.why_not is EagerReason.NO_GRADIENT
+            if is_no_gradient and self._not_trained not in (None, signature.trainable):
+                self.why_not = EagerReason.NOT_CAPTURED_YET
             return self.why_not
         nearest = min(self.links, key=lambda captured: len(captured.differences(signature)))
         if all(captured.training != signature.training for captured in self.links):
@@ -353,10 +389,7 @@ def _why_not(chain: Chain, index: int, tensors: Sequence[Tensor]) -> EagerReason
         reason = EagerReason.RESULT_HELD
     elif any(each.has_new_hook() for each in graph):
         reason = EagerReason.NEW_HOOK
-    elif len(graph) > 1 and not all(
-        (not isinstance(calls, RegionCalls) or calls.is_current(each)) and _has_flags(each)
-        for each, calls in zip(graph, chain.receivers[index:], strict=False)
-    ):
+    elif len(graph) > 1 and not all(map(_is_as_captured, graph, chain.receivers[index:])):
         reason = EagerReason.OUT_OF_ORDER
     elif pair.overwrites_what_is_in_use(tensors) or (
         shares and any(before.num_in_flight for before in chain.pairs[:index])
@@ -367,7 +400,10 @@ def _why_not(chain: Chain, index: int, tensors: Sequence[Tensor]) -> EagerReason
     return reason
 
 
-def _has_flags(pair: GraphPair) -> bool:
+def _is_as_captured(pair: GraphPair, receiver: Receiver) -> bool:
+    """True if nothing about a pair that is launched with another one has changed; its arguments come later."""
+    if isinstance(receiver, RegionCalls) and not receiver.is_as_for(pair):
+        return False
     return tuple(map(_training_of, pair.region.modules)) == pair.signature.training
 
 

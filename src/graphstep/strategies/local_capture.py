@@ -15,16 +15,19 @@ from torch.nn.parallel import DistributedDataParallel
 
 from graphstep.capture.attributes import Attributes
 from graphstep.capture.chain import Chain, Handover, Receiver
-from graphstep.capture.graph_pair import BACKWARD_LANE, GraphPair, capture_backwards, capture_forwards
+from graphstep.capture.graph_pair import BACKWARD_LANE, GraphPair
 from graphstep.capture.graph_triple import GraphTriple
 from graphstep.capture.lanes import Lanes, delayed_lanes, lane_groups
 from graphstep.capture.observe import training_flags_kept
+from graphstep.capture.pair_capture import capture_backwards, capture_forwards
 from graphstep.capture.plan import Event, Key, Phase, Plan, Variant
 from graphstep.capture.progress import CaptureProgress
 from graphstep.capture.region import Region
 from graphstep.capture.session import GraphSession
 from graphstep.capture.signature import TensorLayout
 from graphstep.capture.static_inputs import static_like
+from graphstep.capture.tree import argument_places, values_of
+from graphstep.engine import torch_private
 from graphstep.engine.user_frame import user_line_of
 from graphstep.errors import CaptureError
 
@@ -46,6 +49,8 @@ class RegionFailedError(CaptureError):
     """A capture that failed because of one region."""
 
     region: Region
+    is_of_several: bool
+    """The capture was that of several regions: of which one is not certain."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -62,8 +67,9 @@ class Order:
     """What Python reads in each region, as it was before."""
     num_warmup_runs: int = 3
     """Eager runs of each region before its capture."""
-    merge: int = 1
-    """Pairs of a chain that become one graph; 0 for all."""
+    merge: int | None = 1
+    """Pairs of a chain that become one graph, the rest of a layer in front of them not counted; 0 for all, ``None`` for
+    each by itself, that rest as well."""
     through_autograd: Container[int] = frozenset()
     """Identities of parameters whose gradients autograd accumulates."""
     poisons: bool = False
@@ -124,7 +130,11 @@ def capture_chains(order: Order) -> list[Chain]:
     """
     groups = lane_groups(order.plan, order.apart)
     capturing = _Capturing(order, groups, delayed=delayed_lanes(order.plan, groups))
-    with order.session.captures_in_a_row(), CaptureProgress(len(order.plan.calls)) as progress:
+    with (
+        order.session.captures_in_a_row(),
+        torch_private.no_weights_cached(),
+        CaptureProgress(len(order.plan.calls)) as progress,
+    ):
         try:
             return capturing.run(progress)
         except BaseException:
@@ -175,7 +185,7 @@ class _Capturing:
             inner = error.where.removeprefix(region.name).lstrip(";, ")
             where = "; ".join(filter(None, [f"{region.name}, {event.phase.value}", inner]))
             failed = RegionFailedError(error.what, where=where, fix=error.fix)
-            failed.region = region
+            failed.region, failed.is_of_several = region, len(segment) > 1
             raise failed from error
         except Exception as error:
             failed = RegionFailedError(
@@ -183,7 +193,7 @@ class _Capturing:
                 where="; ".join([region.name, *filter(None, [str(user_line_of(error) or "")])]),
                 fix="run the region by itself with the shapes of the step, or leave it out of the captured modules",
             )
-            failed.region = region
+            failed.region, failed.is_of_several = region, len(segment) > 1
             raise failed from error
 
     def _settle_followers(self) -> None:
@@ -207,14 +217,15 @@ class _Capturing:
     def _merge(self) -> None:
         """Put as many as are wanted of those that follow each other into one segment."""
         self.segments = {key: [key] for key in self.order.plan.calls}
-        if self.order.merge == 1:
+        merge = self.order.merge
+        if merge is None:
             return
         for key in dict.fromkeys((event.variant, event.slot) for event in self.order.plan.first_events()):
             before = self.order.plan.calls[key].follows
             if before is None or self._exposes(key) or self._exposes(before):
                 continue
             segment = self.segments[before]
-            if self.order.merge == 0 or len(segment) < self.order.merge:
+            if merge == 0 or sum(not variant.region.is_rest for variant, _ in segment) < merge:
                 segment.append(key)
                 self.segments[key] = segment
 
@@ -222,9 +233,8 @@ class _Capturing:
         """True if autograd accumulates some of its gradients, which would come late in a graph of several layers."""
         return any(
             id(parameter) in self.order.through_autograd or parameter._backward_hooks
-            for module in key[0].region.modules
-            for parameter in module._parameters.values()
-            if parameter is not None and parameter.requires_grad
+            for parameter, is_trainable in _trainable_in(key[0])
+            if is_trainable
         )
 
     def _make(self, key: Key) -> GraphPair:
@@ -239,6 +249,7 @@ class _Capturing:
             )
         owned = {entry.facts[0]: entry.tensor for entry in session.manifest if entry.facts is not None}
         before = self.pairs[call.follows] if call.follows is not None else None
+        shared = _shared_inputs(before, variant, order.handovers[key]) if before is not None else {}
         inputs: list[Tensor] = []
         in_place: set[int] = set()
         chained: dict[int, tuple[GraphPair, int]] = {}
@@ -259,8 +270,8 @@ class _Capturing:
             elif found is not None and not layout.requires_grad and TensorLayout.of(found) == layout:
                 inputs.append(found)
                 in_place.add(position)
-            elif before is not None and before.signature.layouts[position] == layout:
-                inputs.append(before.inputs[position])  # The same object for both, and so one copy.
+            elif position in shared:
+                inputs.append(shared[position])  # The same object for both, and so one copy.
             else:
                 inputs.append(static_like(layout, call.samples[position] if call.samples else None))
                 static_bytes += inputs[-1].nbytes
@@ -293,7 +304,9 @@ class _Capturing:
     def _refuse_counting(self, pair: GraphPair) -> Iterator[None]:
         """Refuse what the body, a warmup, does to attributes and a replay could not do; then they are as before."""
         attributes = self.order.attributes.get(pair.region)
-        before = attributes.again() if attributes is not None else None
+        values = values_of(pair.signature.structure)
+        functions = [each for each in values if callable(each) and not isinstance(each, type)]
+        before = attributes.again(functions) if attributes is not None else None
         try:
             yield
             if before is not None:
@@ -315,7 +328,9 @@ class _Capturing:
     def _cut(self, segment: list[Key], pairs: list[GraphPair]) -> None:
         """Leave out, from the first one on, those that may not run before they are called."""
         for index in range(1, len(segment)):
-            if not pairs[index].is_pure:
+            # A rest of a layer is merged without being asked for, and never at the price of an error later on.
+            is_safe = pairs[index - 1].runs_again or not pairs[index - 1].region.is_rest
+            if not is_safe or not pairs[index].run_ahead():
                 rest = segment[index:]
                 del segment[index:], pairs[index:]
                 self.segments.update(dict.fromkeys(rest, rest))
@@ -397,6 +412,15 @@ class _Capturing:
         ) and all(place is not None for (place, _), wanted in zip(places, first.differentiable, strict=True) if wanted)
 
 
+def _shared_inputs(before: GraphPair, variant: Variant, handover: Handover) -> dict[int, Tensor]:
+    """By position: static inputs of the pair before for the arguments that are the same objects in both calls."""
+    handed = {place for place, _ in handover}
+    known = dict(zip(argument_places(before.signature.structure), before.inputs, strict=True))
+    layouts = dict(zip(argument_places(before.signature.structure), before.signature.layouts, strict=True))
+    places = enumerate(zip(argument_places(variant.signature.structure), variant.signature.layouts, strict=True))
+    return {n: known[place] for n, (place, layout) in places if place[0] not in handed and layouts.get(place) == layout}
+
+
 def _allocated(device: torch.device) -> int | None:
     return torch.cuda.memory_allocated(device) if device.type == "cuda" else None
 
@@ -413,9 +437,26 @@ def _gradient_for(consumer: GraphPair | None, pair: GraphPair, output: int) -> T
 
 @contextmanager
 def _flags_of(*variants: Variant) -> Iterator[None]:
-    """Training flags as they were in the observed call, for the body."""
+    """Training flags and frozen parameters as they were in the observed call, for the body."""
     with training_flags_kept([module for variant in variants for module in variant.region.modules]):
         for variant in variants:
             for module, flag in zip(variant.region.modules, variant.signature.training, strict=True):
                 module.training = flag
-        yield
+        wanted = {id(parameter): (parameter, flag) for each in variants for parameter, flag in _trainable_in(each)}
+        others = [parameter for parameter, flag in wanted.values() if parameter.requires_grad != flag]
+        try:
+            for parameter in others:
+                parameter.requires_grad_(not parameter.requires_grad)
+            yield
+        finally:
+            for parameter in others:
+                parameter.requires_grad_(not wanted[id(parameter)][1])
+
+
+def _trainable_in(variant: Variant) -> list[tuple[nn.Parameter, bool]]:
+    """The parameters of a region, each with whether it wanted a gradient in the observed call."""
+    parameters = [parameter for parameter in variant.region.parameters() if parameter.is_leaf]
+    flags = variant.signature.trainable
+    if len(flags) != len(parameters):  # Not known, or some came or went since.
+        return [(parameter, parameter.requires_grad) for parameter in parameters]
+    return list(zip(parameters, flags, strict=True))

@@ -86,7 +86,7 @@ class GraphedLayer(GraphedModule):
         carried: Carried = (hidden,)
         for step in self._steps:
             if isinstance(step, RegionCalls):
-                carried = step(len(carried), *carried, *context)
+                carried = step(carried[0] if len(carried) == 1 else carried, *context)
             else:
                 carried = _as_carried(step.fn(*carried, *context))
         if len(carried) != 1:
@@ -177,13 +177,15 @@ def _as_carried(result: Tensor | Carried) -> Carried:
 
 
 def _region(path: str, layer: SegmentedModule, segments: tuple[Segment, ...]) -> Region:
-    is_whole = len(segments) == len(layer.segments())
+    all_segments = layer.segments()
+    is_whole = len(segments) == len(all_segments)
     parts = "+".join(segment.name for segment in segments)
     kinds = "+".join(segment.kind for segment in segments)
     functions = tuple(segment.fn for segment in segments)
 
-    def run(num_carried: int, *tensors: Tensor) -> Carried:
-        carried, context = tensors[:num_carried], tensors[num_carried:]
+    def run(given: Tensor | Carried, *context: Tensor) -> Carried:
+        # One argument for all that is carried: so the call of the next layer has its arguments in the same places.
+        carried = _as_carried(given)
         for function in functions:
             carried = _as_carried(function(*carried, *context))
         return carried
@@ -195,4 +197,5 @@ def _region(path: str, layer: SegmentedModule, segments: tuple[Segment, ...]) ->
         kind="layer" if is_whole else kinds,
         function=run,
         modules=tuple(modules.values()),
+        is_rest=not is_whole and segments[-1].name == all_segments[-1].name,
     )

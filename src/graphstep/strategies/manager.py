@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from types import TracebackType
 from typing import Any, ClassVar, Final
 from weakref import WeakKeyDictionary
@@ -27,6 +28,7 @@ from graphstep.config import CapturePolicy, CudaGraphConfig, CudaGraphImpl, Mism
 from graphstep.errors import CaptureError, ConfigError, StaleAddressError
 from graphstep.strategies.boundary import StepBoundary
 from graphstep.strategies.captured_chains import CapturedChains
+from graphstep.strategies.eager_parts import eager_parts, in_no_layer
 from graphstep.strategies.local_calls import RegionCalls
 from graphstep.strategies.local_capture import Order, RegionFailedError, capture_chains, gradients_through_autograd
 from graphstep.strategies.local_layers import GraphedModule, Named, graphed_layers, graphed_modules
@@ -119,6 +121,7 @@ class CudaGraphManager:
         self._apart: Mapping[Region, int] = {}
         """See :class:`Order`."""
         self._modules = self._find(regions)
+        self._eager_parts = eager_parts(model, self._config.modules) if self._config.modules and self._modules else ()
         for module in self._modules:
             module.install()
         self._regions = {calls.region: calls for module in self._modules for calls in module.regions}
@@ -132,7 +135,10 @@ class CudaGraphManager:
             raise ConfigError(modules_and_regions(regions))
         if regions:
             return graphed_modules(self._model, regions, self._make_calls)
+        missing = in_no_layer(self._model, self._config.modules)
         found = graphed_layers(self._model, frozenset(self._config.modules), self._make_calls)
+        if found and missing is not None:
+            raise ConfigError(missing)
         if not found:
             problem = nothing_to_capture(self._model, self._config.modules)
             if self.is_required:
@@ -219,7 +225,10 @@ class CudaGraphManager:
             verify(watched, "before a replay", instead=ATTACH_AGAIN)
 
     def _watch_chain(self, chain: Chain) -> Watched:
-        return self.session.watch([(pair.region.name, m) for pair in chain.pairs for m in pair.region.modules[:1]])
+        return self.session.watch(
+            [(pair.region.name, m) for pair in chain.pairs for m in pair.region.modules[:1]],
+            may_be_frozen=True,
+        )
 
     def not_replayed(self, calls: RegionCalls, reason: EagerReason) -> Callable[[Any], None] | None:
         """It runs eagerly, and that is all."""
@@ -239,6 +248,7 @@ class CudaGraphManager:
             LifecycleError: this object is closed.
         """
         self.session.require_open()
+        self.session.settle_ahead()
         self._capture_observed()
 
     def _capture_observed(self) -> None:
@@ -266,15 +276,16 @@ class CudaGraphManager:
             self._hits = Counter({key: count for key, count in self._hits.items() if key in now})
         chosen = self._chains.worth_it(seen, self._hits, self._regions)
         plan = observer.plan.only(chosen)
-        merge = self._config.merge_layers
+        merge: int | None = self._config.merge_layers
         while plan.calls:
             try:
                 self._capture(plan, handovers, merge)
                 break
             except RegionFailedError as error:
-                if merge != 1:
-                    merge = 1  # Each by itself, to find out which one it is.
+                if error.is_of_several:
+                    merge = None  # Each by itself, to find out which one it is.
                     continue
+                merge = self._config.merge_layers
                 self._give_up(self._regions[error.region], error)
                 plan = plan.only({variant for variant, _ in plan.calls if variant.region is not error.region})
         self._note_no_gradient(self._regions)
@@ -286,7 +297,7 @@ class CudaGraphManager:
                 and calls.stats.eager_calls[EagerReason.OBSERVED]
                 and calls.why_not is EagerReason.NOT_CAPTURED_YET
             ):
-                calls.why_not = EagerReason.NO_GRADIENT
+                calls.has_no_gradient()
 
     def _give_up(self, calls: RegionCalls, error: CaptureError) -> None:
         """Leave a region out, or stop: nothing is captured then, and nothing is tried again."""
@@ -297,7 +308,7 @@ class CudaGraphManager:
         calls.stats.why_not_captured = f"{error.what} ({error.where})"
         warnings.warn(f"{calls.region.name} runs eagerly: {error}", UserWarning, stacklevel=4)
 
-    def _capture(self, plan: Plan, handovers: Mapping[Key, Handover], merge: int) -> None:
+    def _capture(self, plan: Plan, handovers: Mapping[Key, Handover], merge: int | None) -> None:
         self.verify()  # What moved since an earlier capture must not be taken for what that one has seen.
         regions = {variant.region for variant, _ in plan.calls}
         attributes = {region: self._regions[region].note_attributes() for region in regions}
@@ -336,7 +347,8 @@ class CudaGraphManager:
             raise
         finally:
             self.is_capturing = False
-        self._watched = self.session.watch([(path, module.module) for path, module in self._captured_modules()])
+        modules = [(path, module.module) for path, module in self._captured_modules()]
+        self._watched = self.session.watch(modules, may_be_frozen=True)  # That is a matter of signatures.
         for chain in chains:
             self._watched_of[chain] = self._watch_chain(chain)
         settle(chains, self.session)
@@ -367,7 +379,7 @@ class CudaGraphManager:
 
     def report(self) -> CaptureReport:
         """What has been captured so far, and how it was used."""
-        report = self.session.report()
+        report = replace(self.session.report(), eager_parts=self._eager_parts)
         for row in report.rows if report.num_recordings else ():
             if not (row.num_replays or row.is_captured or row.eager_calls or row.why_not_captured):
                 row.why_not_captured = "never called (a module that torch.compile has compiled runs without its graphs)"

@@ -21,6 +21,7 @@ from graphstep.config import CapturePolicy, CudaGraphConfig, CudaGraphImpl, Mism
 from graphstep.errors import CaptureError, ConfigError, LifecycleError, PlanError, Problem
 from graphstep.strategies.eager_forward import EagerForward
 from graphstep.strategies.local_calls import RegionCalls
+from graphstep.strategies.local_capture import RegionFailedError
 from graphstep.strategies.manager import CudaGraphManager
 from graphstep.strategies.order_cursor import OrderCursor, Turn
 from graphstep.strategies.order_steps import OrderStep
@@ -277,7 +278,7 @@ class OrderedGraphs(CudaGraphManager):
         plan = joined(each.plan for each in found)
         handovers = {key: handover for each in found for key, handover in each.handovers.items()}
         self._check_attributes()
-        self._capture(plan, handovers, self._config.merge_layers)
+        self._capture_or_name(plan, handovers)
         self._plan, self._handovers = plan, handovers
         self._places = self._recorded.order_of(passes)
         self.num_slots = found[0].num_slots
@@ -326,7 +327,7 @@ class OrderedGraphs(CudaGraphManager):
         old = dict.fromkeys(chain for calls in regions for links in calls.links.values() for chain, _ in links)
         plan = Plan(self._plan.events, {k: _without(kept, c) for k, c in self._plan.calls.items()}, self._plan.reused)
         try:
-            self._capture(plan, self._handovers, self._config.merge_layers)
+            self._capture_or_name(plan, self._handovers)
         except CaptureError as error:
             warnings.warn(f"layers whose results are held go on eagerly: {error}", UserWarning, stacklevel=5)
             return
@@ -336,6 +337,15 @@ class OrderedGraphs(CudaGraphManager):
         for region in kept:
             for pair in self._regions[region].pairs():
                 pair.copies_results = True
+
+    def _capture_or_name(self, plan: Plan, handovers: Mapping[Key, Handover]) -> None:
+        """Capture; what fails in a graph of several regions is captured by itself, to name it."""
+        try:
+            self._capture(plan, handovers, self._config.merge_layers)
+        except RegionFailedError as error:
+            if not error.is_of_several:
+                raise
+            self._capture(plan, handovers, None)
 
     def _capture_observed(self) -> None:
         """Nothing is captured on demand."""

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,11 +11,11 @@ from tests.models.tiny import gradients, seeded
 from torch import Tensor
 
 from graphstep.config.model import ModelConfig
-from graphstep.errors import ConfigError
+from graphstep.errors import CaptureError, ConfigError
 from graphstep.models import initialize_weights
 from graphstep.models.initialization import WeightInitializer
 from graphstep.models.moe import Experts, GroupedExperts, PaddedExperts, SequentialExperts, SharedExperts, build_experts
-from graphstep.models.moe.experts import grouped_product
+from graphstep.models.moe.experts import grouped_product, refuse_host_reads
 
 EXPERTS, INNER = 4, 16
 GELU = replace(MODEL, swiglu=False)
@@ -163,3 +164,30 @@ def test_shared_experts(gated: bool) -> None:
     assert (shared.gate is not None) == gated
     assert shared.mlp.down.weight.shape == (32, 24)
     torch.testing.assert_close(shared(x), expected)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "width", "capability", "reads"),
+    [
+        (torch.bfloat16, 16, (9, 0), False),
+        (torch.float32, 16, (9, 0), True),
+        (torch.bfloat16, 12, (9, 0), True),
+        (torch.bfloat16, 16, (8, 0), True),
+    ],
+)
+def test_what_reads_on_the_host_refuses_a_capture_on_cuda(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, width: int, capability: tuple[int, int], reads: bool
+) -> None:
+    """With the way out; and it says nothing outside of a capture."""
+    x: Any = SimpleNamespace(is_cuda=True, dtype=dtype, device=None)
+    weights = torch.empty(4, 16, width), torch.empty(4, width, 16)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: capability)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    refuse_host_reads(x, *weights)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    if reads:
+        with pytest.raises(CaptureError, match="on the host") as caught:
+            refuse_host_reads(x, *weights)
+        assert "--bf16" in caught.value.fix
+    else:
+        refuse_host_reads(x, *weights)

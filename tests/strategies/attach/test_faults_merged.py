@@ -50,7 +50,7 @@ def into_attribute(layer: nn.Module, number: int) -> None:
 
 @pytest.mark.parametrize("merge_layers", [1, 2, 0])
 @pytest.mark.parametrize("write", [into_buffer, into_weight, into_attribute])
-@pytest.mark.parametrize("when", ["before each", "before the last"])
+@pytest.mark.parametrize("when", ["before each", "before the last", "two calls ahead"])
 def test_s3_a_write_between_two_layers_of_a_graph(
     device: torch.device, write: Callable[[nn.Module, int], None], merge_layers: int, when: str
 ) -> None:
@@ -59,7 +59,7 @@ def test_s3_a_write_between_two_layers_of_a_graph(
 
     def call(layer: nn.Module, x: Tensor, index: int) -> Tensor:
         numbers["calls"] += 1
-        if when == "before each" or index == 2:
+        if when == "before each" or (when == "before the last" and index == 2):
             write(layer, numbers["calls"])
         result: Tensor = layer(x)
         return result
@@ -67,7 +67,13 @@ def test_s3_a_write_between_two_layers_of_a_graph(
     def restart(step: int) -> None:
         numbers["calls"] = numbers["calls"] if step else 0
 
-    build = partial(Stack, 3, ScaledByAttribute if write is into_attribute else Scaled, call)
+    def build() -> Stack:
+        model = Stack(3, ScaledByAttribute if write is into_attribute else Scaled, call)
+        if when == "two calls ahead":
+            middle, last = model.layers[1:]
+            middle.register_forward_pre_hook(lambda *_: write(last, numbers["calls"]))
+        return model
+
     found = same(device, build, num_microbatches=1, num_steps=7, config={"merge_layers": merge_layers}, before=restart)
     if merge_layers == 0:
         assert found["written between merged layers"] > 0

@@ -15,11 +15,11 @@ from torch.nn import functional
 
 from graphstep.config.model import ModelConfig
 from graphstep.config.moe import MoEConfig
-from graphstep.errors import ConfigError, Problem
+from graphstep.errors import CaptureError, ConfigError, Problem
 from graphstep.models.initialization import WeightInitializer
 from graphstep.models.mlp import swiglu
 
-_BLACKWELL = (10, 0)
+_HOPPER, _BLACKWELL = (9, 0), (10, 0)
 
 
 class Experts(nn.Module):
@@ -97,7 +97,12 @@ class GroupedExperts(Experts):
     """
 
     def forward(self, x_NH: Tensor, ends_E: Tensor) -> Tensor:
-        """See :class:`Experts`."""
+        """See :class:`Experts`.
+
+        Raises:
+            CaptureError: under capture, where the product reads the ends on the host.
+        """
+        refuse_host_reads(x_NH, self.up, self.down)
         inner_NF = self._activate(grouped_product(x_NH, self.up, ends_E))
         return grouped_product(inner_NF, self.down, ends_E)
 
@@ -171,6 +176,29 @@ def build_experts(
     inner = moe.moe_ffn_hidden_size or config.ffn_hidden_size
     bias = config.add_bias_linear
     return kind(config, num_experts, inner, bias=bias, rank=rank, num_ranks=num_ranks, device=device, dtype=dtype)
+
+
+def refuse_host_reads(x_NH: Tensor, up_EHF: Tensor, down_EFH: Tensor) -> None:
+    """Say what is in the way of a capture; CUDA would say no more than that something is not permitted.
+
+    Raises:
+        CaptureError: the stream is capturing, and a grouped product of these reads the ends on the host.
+    """
+    if torch.compiler.is_compiling() or not x_NH.is_cuda or not torch.cuda.is_current_stream_capturing():
+        return
+    widths = (up_EHF.shape[1], up_EHF.shape[2], down_EFH.shape[1])
+    is_wide = all(width % 8 == 0 for width in widths)
+    if x_NH.dtype is torch.bfloat16 and is_wide and torch.cuda.get_device_capability(x_NH.device) >= _HOPPER:
+        return
+    raise CaptureError(
+        f"the grouped matrix product of experts reads on the host where each expert's rows end, for {x_NH.dtype} and "
+        f"the widths {', '.join(map(str, widths))}; it does so on the device in bfloat16, from Hopper on, with widths "
+        "that are multiples of 8",
+        where="GroupedExperts",
+        fix="train in bf16 (--bf16); or pad the experts (--moe-expert-capacity-factor 1.0 "
+        "--moe-pad-expert-input-to-capacity); or leave them eager (--cuda-graph-modules attn moe_router "
+        "moe_preprocess, or --cuda-graph-policy auto)",
+    )
 
 
 def grouped_product(x_NK: Tensor, weight_EKM: Tensor, ends_E: Tensor) -> Tensor:

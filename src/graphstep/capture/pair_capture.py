@@ -1,0 +1,100 @@
+"""Captures the halves of a graph pair, or of several pairs that follow each other, as one recording each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from graphstep.capture.graph_pair import GraphPair
+from graphstep.capture.observe import Observation
+from graphstep.errors import CaptureError, LifecycleError
+
+
+def capture_forwards(pairs: Sequence[GraphPair]) -> None:
+    """Capture the forward halves of a pair, or of several that follow each other, as one recording.
+
+    Their outputs and what autograd saved stay in the pool until the backward halves are captured.
+
+    Raises:
+        CaptureError: it cannot be captured, or no output of a region depends on anything that wants a gradient.
+        LifecycleError: captured already.
+    """
+    first = pairs[0]
+    if any(pair._is_forward_captured for pair in pairs):
+        raise LifecycleError("the forward half is captured already", where=first.region.name)
+
+    def run() -> list[Any]:
+        results = []
+        for pair in pairs:
+            if pair.kept is not None:
+                pair.kept.keep()
+            with pair._aliases.installed(), pair.left.noted(pair):
+                results.append(pair._run_forward())
+        return results
+
+    observation = Observation.joined(pair._observation for pair in pairs)
+    recording = first.session.capture(first.stats, run, observation=observation, lane=first._lane)
+    first.forward = recording
+    for pair in pairs:
+        pair._is_forward_captured = True
+        pair.differentiable = tuple(output.requires_grad for output in pair.outputs)
+        if not any(pair.differentiable):
+            raise CaptureError(
+                "no output of this region has a gradient",
+                where=pair.region.name,
+                fix="capture it forward-only, or leave it out of the captured modules",
+            )
+
+
+def capture_backwards(pairs: Sequence[GraphPair], grad_outputs: Sequence[Tensor | None]) -> None:
+    """Capture the backward halves of what :func:`capture_forwards` has captured together.
+
+    They give the gradients of the first pair's inputs, and those of the parameters added to where they live.
+
+    Args:
+        pairs: in the order of their forwards.
+        grad_outputs: for each output of the last pair, the static tensor that holds its gradient; ``None`` where it
+            has none.
+
+    Raises:
+        CaptureError: it cannot be captured.
+        LifecycleError: the forward is not captured yet, or the backward is already.
+    """
+    first, last = pairs[0], pairs[-1]
+    if not all(pair._is_forward_captured for pair in pairs):
+        raise LifecycleError("the forward half is not captured yet", where=last.region.name)
+    if any(pair._is_backward_captured for pair in pairs):
+        raise LifecycleError("the backward half is captured already", where=last.region.name)
+    last.grad_outputs = list(grad_outputs)
+
+    def run() -> list[Any]:
+        results: list[Any] = []
+        for pair, before in zip(reversed(pairs), [*reversed(pairs[:-1]), None], strict=True):
+            results.append(pair._run_backward())
+            if before is not None:
+                given: list[Tensor | None] = [None] * len(before.outputs)
+                repeated = {position for position, _ in pair.signature.repeated}
+                for position, (_, output) in pair.chained.items():
+                    found = pair.grad_inputs[position]
+                    if before.differentiable[output] and position not in repeated:
+                        given[output] = torch.zeros_like(before.outputs[output]) if found is None else found
+                before.grad_outputs = given
+        return results
+
+    observation = Observation.joined(pair._observation for pair in pairs)
+    recording = last.session.capture(last.stats, run, observation=observation, lane=last._backward_lane)
+    last.backward = recording
+    for pair in pairs:
+        pair._is_backward_captured = True
+        pair.takes_all_gradients = all(gradient is not None for gradient in pair.grad_outputs)
+        pair._let_go_forward()
+        if pair is not first:
+            pair.grad_inputs = []
+        if pair is not last:
+            pair.grad_outputs = []
+    for each in (first.forward, recording):
+        if each is not None:
+            each.release_result()
