@@ -116,7 +116,7 @@ def _carry(states: Tensor, decay_CGRB: Tensor) -> Tensor:
     """Add to each chunk's own state what the states before it leave: one step for each chunk after the second."""
     if not len(decay_CGRB):
         return states
-    carried = states.to(decay_CGRB.dtype, copy=True).unflatten(-1, (decay_CGRB.shape[2], -1))
+    carried: Tensor = states.to(decay_CGRB.dtype, copy=True).unflatten(-1, (decay_CGRB.shape[2], -1))
     for chunk, decay_GRB in enumerate(decay_CGRB, 1):
         carried[chunk].addcmul_(carried[chunk - 1], decay_GRB.mT[:, :, None, :, None])
     return carried.flatten(-2).to(states.dtype)
@@ -126,7 +126,7 @@ def _carry_backward(grad_states: Tensor, scanned: Scanned, grad_cum: Tensor) -> 
     decay_CGRB = scanned.decay_in[1:-1, ..., -1]
     if not len(decay_CGRB):
         return grad_states
-    grads = grad_states.to(decay_CGRB.dtype, copy=True).unflatten(-1, (decay_CGRB.shape[2], -1))
+    grads: Tensor = grad_states.to(decay_CGRB.dtype, copy=True).unflatten(-1, (decay_CGRB.shape[2], -1))
     for chunk in range(len(decay_CGRB), 0, -1):
         grads[chunk - 1].addcmul_(grads[chunk], decay_CGRB[chunk - 1].mT[:, :, None, :, None])
     of_decays_CGBR = (grads[1:] * scanned.states[:-1].view(grads[1:].shape)).sum((3, 5))
