@@ -21,4 +21,4 @@ def test_equals_a_library_convolution(length: int) -> None:
     )
     for ours, theirs in zip((wide[..., 1:6], *found), grads, strict=True):
         torch.testing.assert_close(ours, theirs)
-    assert wide[..., 0].isnan().all() and wide[..., 6:].isnan().all()
+    assert wide[..., [0, 6, 7]].isnan().all()

@@ -54,13 +54,13 @@ def test_large_decays_neither_overflow_nor_hide_the_gradient() -> None:
     assert all(grad.isfinite().all() for grad in torch.autograd.grad(y.sum(), tensors))
 
 
-@pytest.mark.parametrize(("chunks", "forward", "backward"), [(1, 21, 33), (2, 26, 46), (3, 29, 52), (4, 30, 53)])
+@pytest.mark.parametrize(("chunks", "forward", "backward"), [(1, 24, 40), (2, 28, 54), (3, 31, 60), (4, 32, 61)])
 def test_kernels(chunks: int, forward: int, backward: int) -> None:
     tensors = drawn(2, 4 * chunks, torch.bfloat16)
     causal = torch.ones(4, 4).tril()
     with logged_kernels() as launched:
         y = mix(tensors[0], MixerWeights(*tensors[1:]), causal, LAYOUT)
-    assert len(launched) == forward, launched
+    assert len([name for name in launched if name != "promote_types"]) == forward, launched
     upstream = torch.randn_like(y)
     with logged_kernels() as launched:
         y.backward(upstream)

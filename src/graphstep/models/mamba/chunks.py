@@ -97,14 +97,14 @@ def scan_chunks_backward(
         in_QK, states = matrices(grad_in.flatten(-2)), matrices(scanned.states)
         matrices(grad_c[1:]).baddbmm_(in_QK, states.mT)
         grad_states = torch.bmm(matrices(c[1:]).mT, in_QK).view(scanned.states.shape)
-        grad_cum[1:] += _by_step((grad_in * scanned.from_states).sum(-1, dtype=wide))
+        grad_cum[1:].add_(_by_step((grad_in * scanned.from_states).sum(-1, dtype=wide)))
         grad_states = _carry_backward(grad_states, scanned, grad_cum)
         grad_kept = torch.bmm(matrices(b[:-1]), matrices(grad_states)).view(scanned.x_kept.shape)
         matrices(grad_b[:-1]).baddbmm_(matrices(scanned.x_kept.flatten(-2)), matrices(grad_states).mT)
         grad_x_dt[:-1].addcmul_(heads_first(grad_kept), scanned.decay[:-1, ..., -1, :, None])
         of_kept = _by_step((grad_kept * scanned.x_kept).sum(-1, dtype=wide))
-        grad_cum[:-1] -= of_kept
-        grad_cum[:-1, ..., -1] += of_kept.sum(-1)
+        grad_cum[:-1].sub_(of_kept)
+        grad_cum[:-1, ..., -1].add_(of_kept.sum(-1))
     return grad_x_dt, grad_cum, grad_bc
 
 

@@ -182,7 +182,8 @@ class Mamba2(nn.Module):
         # The projection has another dtype than they under autocast only; what follows chooses its dtypes itself.
         weights = MixerWeights(*(parameter.to(dtype) for parameter in parameters))
         device = projected_BSF.device.type
-        with torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext():
+        casts = device != "meta" and torch.is_autocast_enabled(device)
+        with torch.autocast(device, enabled=False) if casts else nullcontext():
             if self.uses_mamba_ssm:
                 return mix_plainly(projected_BSF, weights, self.chunk_size, self.layout, scan_with_mamba_ssm)
             if torch.compiler.is_compiling():
