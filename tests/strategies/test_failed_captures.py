@@ -39,14 +39,15 @@ class Job:
         self.scaler = torch.amp.GradScaler(device.type, init_scale=2.0**6, growth_interval=3)
         self.data = torch.Generator().manual_seed(1)
         self.fails = True
-        self.graphed: Any = None
+        self.engine: Any = None
 
     def graph(self, **options: Any) -> Any:
-        self.graphed = graphstep.graph_step(self.step, **options)
-        return self.graphed
+        step = graphstep.graph_step(self.step, **options)
+        self.engine = step.session.engine
+        return step
 
     def fail(self, point: str, value: Tensor) -> None:
-        if point == self.point and self.fails and self.graphed and self.graphed.session.engine.is_capturing:
+        if point == self.point and self.fails and self.engine is not None and self.engine.is_capturing:
             self.how(value)
 
     def step(self, values: Tensor) -> Tensor:

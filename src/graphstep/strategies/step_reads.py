@@ -37,6 +37,9 @@ _NO_MATTER: Final = frozenset({"CACHE", "EXTENDED_ARG", "PUSH_NULL", "COPY", "SW
 _READS_THE_RATE: Final = frozenset({"get_last_lr", "_last_lr", "last_epoch", "get_lr"})
 """Attributes of a scheduler that change as it steps."""
 
+_LAUNCHES: Final = frozenset({"step", "forward_backward", "__call__"})
+"""Attributes of what launches graphs of its own."""
+
 Chain = tuple[str, str, tuple[str, ...]]
 """``self.model.scale`` is ``("local", "self", ("model", "scale"))``."""
 
@@ -165,6 +168,8 @@ class StepReads:
         if value is GONE or _is_plain(value) or isinstance(value, FunctionType | MethodType):
             self._use(path, owner, key, value)
             return
+        if getattr(type(value), "launches_graphs", False) and attributes[0] not in _LAUNCHES:
+            return  # Its report is read, say.
         self._note(path, owner, key, is_whole=False)
         self._walk_object(path, value, attributes)
 
