@@ -84,6 +84,10 @@ class CheckpointError(UserInputError):
     """A checkpoint that is missing, incomplete or belongs to another model."""
 
 
+class RequestError(UserInputError):
+    """A request for generation that is malformed or larger than what the engine can serve. It was not taken."""
+
+
 class CaptureError(GraphstepError, RuntimeError):
     """A function cannot be captured. Nothing is left behind: memory, generators and state are as before the capture."""
 

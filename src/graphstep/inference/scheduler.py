@@ -1,0 +1,446 @@
+"""Decides what each step computes: requests join, go on, wait, give way and leave."""
+
+from __future__ import annotations
+
+import logging
+from array import array
+from bisect import insort
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from graphstep.errors import ConfigError, LifecycleError, Problem, RequestError
+from graphstep.inference.blocks import BlockPool, extend_keys
+from graphstep.inference.matching import GraphMatcher
+from graphstep.inference.requests import NOT_FINITE, FinishReason, Output, Request, RequestState, SamplingParams
+from graphstep.inference.shapes import BatchLimits, BatchShape
+from graphstep.inference.step import Step
+
+_MOST_PASSED = 16
+"""Waiting requests that are looked at in a step although a graph for them is missing."""
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class SchedulerCounts:
+    """What has happened since the start."""
+
+    steps: int = 0
+    finished: int = 0
+    preemptions: int = 0
+    deferrals: int = 0
+    """Times that a request was kept out of a step because no graph would have served it."""
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    """Prompt tokens that were found in the cache."""
+
+
+class Scheduler:
+    """Continuous batching: decode first, then prompts, in order of arrival, within the budgets of tokens and blocks.
+
+    `schedule` and `commit` alternate. Between them `add` and `end` may be called. Not safe for several threads.
+
+    Args:
+        limits: requests, tokens and positions there can be in a step.
+        blocks: the pool; nobody else takes from it.
+        chunked_prefill: split prompts that do not fit a step. What preempted requests compute again is split in any
+            case where it has grown to more tokens than a step.
+        seed: decides the tokens of requests that name no seed, together with their order of arrival.
+        matcher: admit only what a graph can serve (all prefills as graphs); ``None``: admit whatever fits.
+        vocabulary: number of tokens there are; ``None``: not checked.
+
+    Raises:
+        ConfigError: decode requests of several tokens, which this scheduler does not know.
+    """
+
+    def __init__(
+        self,
+        limits: BatchLimits,
+        blocks: BlockPool,
+        *,
+        chunked_prefill: bool = False,
+        seed: int = 0,
+        matcher: GraphMatcher | None = None,
+        vocabulary: int | None = None,
+    ) -> None:
+        if limits.tokens_per_decode != 1:
+            raise ConfigError(
+                Problem(
+                    code="scheduler-speculative",
+                    what=f"decode requests of {limits.tokens_per_decode} tokens cannot be scheduled yet",
+                    where="--num-speculative-tokens",
+                    fix="leave it out",
+                )
+            )
+        self.limits = limits
+        self.blocks = blocks
+        self.counts = SchedulerCounts()
+        self._chunked_prefill = chunked_prefill
+        self._seed = seed
+        self._matcher = matcher if matcher is not None and matcher.has_mixed else None
+        self._vocabulary = vocabulary
+        self._waiting: deque[Request] = deque()
+        self._running: list[Request] = []
+        self._free_slots = list(range(limits.max_requests, 0, -1))
+        self._in_flight: Step | None = None
+        self._num_added = 0
+        self._patience = max(100, limits.max_sequence_length)
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests without blocks."""
+        return len(self._waiting)
+
+    @property
+    def num_running(self) -> int:
+        """Requests that hold blocks."""
+        return len(self._running)
+
+    @property
+    def has_work(self) -> bool:
+        """Is there a request that is not finished?"""
+        return bool(self._running or self._waiting)
+
+    def add(self, prompt: Sequence[int], sampling: SamplingParams) -> Request:
+        """Let a request wait for its turn.
+
+        Raises:
+            RequestError: an empty prompt, or one that could never be served; all problems at once.
+        """
+        problems = list(self._request_problems(prompt, sampling))
+        if problems:
+            raise RequestError(problems)
+        number = self._num_added
+        seed = (self._seed * 0x9E3779B97F4A7C15 + number) % 2**63
+        length = min(len(prompt) + sampling.max_new_tokens, self.limits.max_sequence_length)
+        tokens, packed = array("i", prompt), sampling.packed(seed)
+        request = Request(number, tokens, len(prompt), sampling, length, packed, sampling.draw_flags)
+        self._num_added += 1
+        self._waiting.append(request)
+        return request
+
+    def end(self, request: Request, reason: FinishReason = FinishReason.CANCELLED) -> bool:
+        """End a request early: its client has left, or its text contains what it was to stop at.
+
+        Returns:
+            Is it finished? One that is in a step just now ends with `commit`, which then returns its last output.
+        """
+        if request.state is RequestState.FINISHED:
+            return True
+        if self._in_flight is not None and request in self._in_flight.requests:
+            request.wanted_end = reason
+            return False
+        if request.state is RequestState.WAITING:
+            self._waiting.remove(request)
+        else:
+            self._running.remove(request)
+        self._finish(request, reason)
+        return True
+
+    def schedule(self) -> Step | None:
+        """Choose the work of the next step, and take the blocks it needs.
+
+        Returns:
+            The step, to be handed to `commit` once its tokens are there, or to `abandon`; ``None``: nothing to do.
+
+        Raises:
+            LifecycleError: the last step was not committed.
+        """
+        if self._in_flight is not None:
+            raise LifecycleError(
+                f"step {self._in_flight.number} has neither been committed nor abandoned",
+                where="Scheduler.schedule",
+                fix="call commit() with the tokens of that step first",
+            )
+        step = Step(self.counts.steps)
+        self._decode(step)
+        self._go_on_with_prompts(step)
+        self._admit(step)
+        if not step.requests:
+            return None
+        self.counts.steps += 1
+        self._in_flight = step
+        return step
+
+    def abandon(self, step: Step) -> None:
+        """Take back a step that was not computed; the next one repeats it. Preempted requests stay so."""
+        self._take_in_flight(step)
+        for request in step.requests:
+            if request.wanted_end is not None:
+                self._running.remove(request)
+                self._finish(request, request.wanted_end)
+
+    def commit(
+        self,
+        step: Step,
+        tokens: Sequence[int],
+        logprobs: Sequence[float] | None = None,
+        top_logprobs: Sequence[Sequence[tuple[int, float]]] | None = None,
+    ) -> list[Output]:
+        """Note that a step was computed.
+
+        Args:
+            step: what `schedule` returned.
+            tokens: one a request in order; ignored for requests that draw none in this step.
+            logprobs: of those tokens, where some request wants them.
+            top_logprobs: the most likely tokens, best first, at least as many as any request wants.
+
+        Returns:
+            What each request got. Requests that have ended hold no blocks any more.
+        """
+        self._take_in_flight(step)
+        outputs = []
+        ended = []
+        size = self.blocks.block_size
+        for index, (request, length, draws) in enumerate(zip(step.requests, step.lengths, step.draws, strict=True)):
+            request.num_computed += length
+            if request.num_computed // size > request.num_recorded:
+                self._record(request)
+            if request.wanted_end is not None:
+                ended.append((request, request.wanted_end))
+                outputs.append(Output(request, None, finish_reason=request.wanted_end))
+                continue
+            if not draws:
+                continue
+            token = tokens[index]
+            request.is_prefilling = False
+            if token == NOT_FINITE:
+                ended.append((request, FinishReason.ERROR))
+                outputs.append(Output(request, None, finish_reason=FinishReason.ERROR))
+                continue
+            request.tokens.append(token)
+            sampling, reason = request.sampling, None
+            if token in sampling.stop_tokens:
+                reason = FinishReason.STOP
+            elif len(request.tokens) >= request.max_length:
+                reason = FinishReason.LENGTH
+            if reason is not None:
+                ended.append((request, reason))
+            wanted = sampling.logprobs
+            if wanted is None:
+                outputs.append(Output(request, token, None, (), reason))
+            else:
+                logprob = None if logprobs is None else logprobs[index]
+                top = () if top_logprobs is None else tuple(top_logprobs[index][:wanted])
+                outputs.append(Output(request, token, logprob, top, reason))
+        if ended:
+            gone = {request.number for request, _ in ended}
+            self._running = [request for request in self._running if request.number not in gone]
+            for request, reason in ended:
+                self._finish(request, reason)
+        return outputs
+
+    def forget_cache(self) -> None:
+        """Forget what released blocks contain, and record nothing that running requests have computed so far."""
+        self.blocks.forget()
+
+    def recompute_all(self) -> None:
+        """Send all running requests back to wait, without their blocks, and forget the cache: the weights are new.
+
+        Raises:
+            LifecycleError: a step is in flight.
+        """
+        if self._in_flight is not None:
+            raise LifecycleError(
+                f"step {self._in_flight.number} is being computed",
+                where="Scheduler.recompute_all",
+                fix="commit() or abandon() it first",
+            )
+        while self._running:
+            self._preempt(self._running[-1])
+        self.blocks.forget()
+
+    def _request_problems(self, prompt: Sequence[int], sampling: SamplingParams) -> Iterator[Problem]:
+        limits, where = self.limits, "prompt"
+        if not prompt:
+            yield Problem("request-empty", "the prompt has no tokens", where, "give at least one token")
+            return
+        most = 2**31 if self._vocabulary is None else self._vocabulary
+        if min(prompt) < 0 or max(prompt) >= most:
+            what = f"tokens must lie between 0 and {most - 1}, got {min(prompt)} to {max(prompt)}"
+            yield Problem("request-tokens", what, where, "use the tokenizer of the model")
+        if len(prompt) >= limits.max_sequence_length:
+            what = f"{len(prompt)} tokens leave no room for another one within {limits.max_sequence_length}"
+            yield Problem("request-length", what, where, "shorten the prompt, or serve longer sequences")
+            return
+        if len(prompt) > limits.max_tokens and not self._chunked_prefill:
+            what = f"{len(prompt)} tokens do not fit a step of {limits.max_tokens}"
+            yield Problem("request-step", what, where, "add --enable-chunked-prefill, or allow more tokens a step")
+        # Keys and values of the last token are never needed.
+        length = min(len(prompt) + sampling.max_new_tokens, limits.max_sequence_length) - 1
+        needed = self.blocks.blocks_for(length)
+        if needed > self.blocks.capacity:
+            what = f"{length} tokens take {needed} blocks of the cache, which has {self.blocks.capacity}"
+            yield Problem("request-blocks", what, where, "generate fewer tokens, or give the cache more memory")
+
+    def _decode(self, step: Step) -> None:
+        """One token for each request that is past its prompt; the latest ones give way if blocks run out."""
+        running, size = self._running, self.blocks.block_size
+        # As Step.append() does it, in the one loop whose time counts in every step.
+        requests, token_ids, starts = step.requests.append, step.token_ids.append, step.starts.append
+        tables, slots, sampling = step.block_tables.append, step.state_slots.append, step.sampling.append
+        index = 0
+        while index < len(running):
+            request = running[index]
+            index += 1
+            if request.is_prefilling:
+                continue
+            start, table = request.num_computed, request.block_table
+            if start == len(table) * size and not self._grow(request, step):
+                break
+            requests(request)
+            token_ids(request.tokens[start])
+            starts(start)
+            tables(table)
+            slots(request.state_slot)
+            sampling(request.packed_sampling)
+        step.lengths.extend(array("i", [1]) * len(step.requests))
+        step.draws.extend([True] * len(step.requests))
+
+    def _grow(self, request: Request, step: Step) -> bool:
+        """Give a request one more block; False: it had to give way itself."""
+        while (blocks := self.blocks.allocate(1)) is None:
+            # Those before it in this step came earlier, so that the last one is not in the step yet.
+            victim = self._running[-1]
+            self._preempt(victim)
+            step.preempted.append(victim)
+            if victim is request:
+                return False
+        request.block_table.extend(blocks)
+        return True
+
+    def _go_on_with_prompts(self, step: Step) -> None:
+        for request in self._running:
+            if request.is_prefilling:
+                budget = self.limits.max_tokens - len(step.token_ids)
+                length = min(len(request.tokens) - request.num_computed, budget)
+                if length > 0:
+                    step.append(request, length)
+
+    def _admit(self, step: Step) -> None:
+        """Let waiting requests in, by arrival, as long as places, tokens and blocks last."""
+        passed: list[Request] = []
+        while self._waiting and self._free_slots and len(step.token_ids) < self.limits.max_tokens:
+            request = self._waiting[0]
+            found = self._find_prefix(request)
+            length = self._chunk(request, len(found) * self.blocks.block_size, step)
+            if length == 0:
+                self._defer(request)
+                passed.append(self._waiting.popleft())
+                # A request that has been passed often enough holds up all others until its turn has come.
+                if request.num_deferrals >= self._patience or len(passed) == _MOST_PASSED:
+                    break
+                continue
+            if length < 0 or not self._take_blocks(request, found):
+                break
+            self._waiting.popleft()
+            self._start(request)
+            step.append(request, length)
+        self._waiting.extendleft(reversed(passed))
+
+    def _find_prefix(self, request: Request) -> list[int]:
+        """Blocks in the cache that hold the beginning of a request. One token is always left to compute."""
+        if not self.blocks.prefix_caching:
+            return []
+        size = self.blocks.block_size
+        extend_keys(request.block_keys, request.tokens, size)
+        return self.blocks.find(request.block_keys[: (len(request.tokens) - 1) // size])
+
+    def _chunk(self, request: Request, num_found: int, step: Step) -> int:
+        """Tokens of a waiting request that this step computes; 0: no graph would serve it; -1: they do not fit."""
+        limits = self.limits
+        pending = len(request.tokens) - num_found
+        length = min(pending, limits.max_tokens - len(step.token_ids))
+        may_split = self._chunked_prefill or pending > limits.max_tokens
+        if length < pending and not may_split:
+            return -1
+        if self._matcher is None:
+            return length
+        shape = step.shape
+        tokens, prefill, decode = shape.tokens, shape.prefill + 1, shape.decode
+        if self._matcher.match(BatchShape(tokens + length, prefill, decode)).bucket is not None:
+            return length
+        longest = min(length, self._matcher.most_tokens(prefill, decode) - tokens)
+        if longest > 0 and may_split:
+            return longest
+        # With nothing else to compute, running without a graph is better than not running.
+        return 0 if step.requests or self._running else length
+
+    def _take_blocks(self, request: Request, found: list[int]) -> bool:
+        """Give a request the blocks of all its tokens, or none."""
+        self.blocks.share(found)
+        fresh_needed = self.blocks.blocks_for(len(request.tokens)) - len(found)
+        # Some are left to those that run, or they would soon take back what was given.
+        reserve = max(1, self.blocks.capacity // 100) if self._running else 0
+        fresh = self.blocks.allocate(fresh_needed) if self.blocks.num_available >= fresh_needed + reserve else None
+        if fresh is None:
+            self.blocks.release(found)
+            return False
+        request.block_table = array("i", found + fresh)
+        request.num_computed = len(found) * self.blocks.block_size
+        request.num_recorded = len(found)
+        return True
+
+    def _start(self, request: Request) -> None:
+        if request.num_preemptions == 0:
+            request.num_cached_tokens = request.num_computed
+            self.counts.prompt_tokens += request.num_prompt_tokens
+            self.counts.cached_tokens += request.num_computed
+        request.state = RequestState.RUNNING
+        request.state_slot = self._free_slots.pop()
+        request.epoch = self.blocks.epoch
+        insort(self._running, request, key=lambda other: other.number)
+
+    def _defer(self, request: Request) -> None:
+        request.num_deferrals += 1
+        self.counts.deferrals += 1
+        if self.counts.deferrals % self._patience == 0:
+            _log.warning(
+                "%d times a request had to wait because no graph fits it: the buckets are too few for this traffic",
+                self.counts.deferrals,
+            )
+
+    def _preempt(self, request: Request) -> None:
+        """Take the blocks of a request; it waits before all that came later."""
+        self._running.remove(request)
+        self._let_go(request)
+        request.state = RequestState.WAITING
+        request.is_prefilling = True
+        request.num_computed = request.num_recorded = 0
+        request.num_preemptions += 1
+        self.counts.preemptions += 1
+        index = next((i for i, other in enumerate(self._waiting) if other.number > request.number), len(self._waiting))
+        self._waiting.insert(index, request)
+
+    def _record(self, request: Request) -> None:
+        """Make blocks that are full now findable."""
+        if not self.blocks.prefix_caching or request.epoch != self.blocks.epoch:
+            return
+        size = self.blocks.block_size
+        extend_keys(request.block_keys, request.tokens, size)
+        for index in range(request.num_recorded, request.num_computed // size):
+            self.blocks.record(request.block_keys[index], request.block_table[index])
+        request.num_recorded = request.num_computed // size
+
+    def _finish(self, request: Request, reason: FinishReason) -> None:
+        if request.state is RequestState.RUNNING:
+            self._let_go(request)
+        request.state = RequestState.FINISHED
+        request.finish_reason = reason
+        self.counts.finished += 1
+
+    def _let_go(self, request: Request) -> None:
+        self.blocks.release(request.block_table)
+        request.block_table = array("i")
+        self._free_slots.append(request.state_slot)
+        request.state_slot = 0
+
+    def _take_in_flight(self, step: Step) -> None:
+        if step is not self._in_flight:
+            raise LifecycleError(
+                f"step {step.number} is not the one in flight",
+                where="Scheduler.commit",
+                fix="commit or abandon each step once, before the next one is scheduled",
+            )
+        self._in_flight = None
