@@ -97,6 +97,9 @@ MOE_RULES: tuple[Rule, ...] = (
     optional("moe_router_group_topk", lambda v: v >= 1, "at least 1", "leave it out for all groups"),
     optional("moe_router_topk_scaling_factor", lambda v: v > 0, "above 0", "leave it out for none"),
     in_range("moe_router_bias_update_rate", lambda v: v >= 0, "0 or above", "use 1e-3"),
+    in_range("moe_aux_loss_coeff", lambda v: v >= 0, "0 or above", "use 1e-2, or leave it out for no loss"),
+    optional("moe_z_loss_coeff", lambda v: v >= 0, "0 or above", "use 1e-3, or leave it out for no loss"),
+    optional("moe_input_jitter_eps", lambda v: 0 <= v <= 1, "between 0 and 1", "use 1e-2, or leave it out for none"),
     optional(_RANK, lambda v: v > 0, "above 0", "use 1.5, or leave it out for a dynamic budget"),
     at_least(1, "moe_paged_stash_page_size", "use 64"),
     Rule(
@@ -211,16 +214,18 @@ MOE_RULES: tuple[Rule, ...] = (
         blames=("cuda_graph_modules", "num_experts", *STATIC_EXPERTS),
         broken=lambda o: names_module(o, "moe") and has_experts(o) and bool(o.dynamic_experts),
         what="experts can be captured only with static shapes and without reads on the host: {dynamic_experts}",
-        fix="add --moe-grouped-gemm --bf16 on one expert rank, or --moe-expert-capacity-factor 1.0 "
-        "--moe-pad-expert-input-to-capacity, which drops tokens; or name moe_router, not moe",
+        fix="add --moe-grouped-gemm --disable-bias-linear --bf16 on one expert rank, or "
+        "--moe-expert-capacity-factor 1.0 --moe-pad-expert-input-to-capacity, which drops tokens; or name moe_router, "
+        "not moe",
     ),
     Rule(
         code="grouped-gemm-half-precision",
-        fields=(*_GRAPH, *EXPERT_SHAPES, "dynamic_experts"),
+        fields=(*_GRAPH, *EXPERT_SHAPES, "layer_modules", "dynamic_experts"),
         blames=("moe_grouped_gemm", "bf16"),
         broken=lambda o: (
             (captures_whole_layers(o) or names_module(o, "moe"))
             and has_experts(o)
+            and "moe" in o.layer_modules
             and not o.dynamic_experts
             and not _drops_and_pads(o)
             and not o.bf16
@@ -368,6 +373,13 @@ MOE_RULES: tuple[Rule, ...] = (
     ),
     *idle(
         _NEED_EXPERTS, ("num_experts",), lambda o: o.num_experts is None, "there are no experts", "add --num-experts"
+    ),
+    no_effect(
+        "layer-freq-beside-pattern",
+        ("given_moe_layer_freq", "moe_layer_freq", "hybrid_layer_pattern", "num_experts"),
+        lambda o: o.given_moe_layer_freq and o.hybrid_layer_pattern is not None and o.num_experts is not None,
+        "--moe-layer-freq has no effect: the letters of --hybrid-layer-pattern say which layers have experts",
+        "leave one of the two out",
     ),
     *idle(
         ("moe_router_bias_update_rate",),
