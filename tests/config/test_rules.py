@@ -102,6 +102,13 @@ def test_what_has_no_effect_in_train_is_said_in_train_only(code: str, value: str
     assert noticed(value) == []
 
 
+@pytest.mark.parametrize("layers", ["--hybrid-layer-pattern *-", "--num-layers 2 --moe-layer-freq [0,0]"])
+def test_experts_of_no_layer_are_said_to_have_no_effect_and_nothing_else(layers: str) -> None:
+    """Whether they could be captured is no question then."""
+    arguments = f"--num-experts 4 --cuda-graph-impl local {layers}"
+    assert noticed(arguments, for_training=True) == ["experts-without-layer"]
+
+
 @pytest.mark.parametrize(("name", "value"), [(name, value) for name, bad in WRONG_VALUES.items() for value in bad])
 def test_a_wrong_value_is_the_only_problem(name: str, value: object) -> None:
     target = BY_NAME[name]
