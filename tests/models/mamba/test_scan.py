@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 
 from graphstep.models.mamba import chunked_scan, recurrent_scan
+from graphstep.models.mamba.scan import final_state
 
 
 def drawn(batch: int, length: int, heads: int = 4, channels: int = 3, groups: int = 2, state: int = 5) -> list[Tensor]:
@@ -26,6 +27,12 @@ def test_chunks_equal_the_recurrence(batch: int, length: int, chunk: int) -> Non
     upstream = torch.randn_like(expected)
     expected_grads = torch.autograd.grad(expected, inputs, upstream)
     y = chunked_scan(*inputs, chunk_size=chunk)
-    torch.testing.assert_close(y, expected, check_dtype=False, rtol=1e-4, atol=1e-5)
-    for found, wanted in zip(torch.autograd.grad(y, inputs, upstream.to(y.dtype)), expected_grads, strict=True):
-        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(y, expected, rtol=1e-9, atol=1e-9)
+    for found, wanted in zip(torch.autograd.grad(y, inputs, upstream), expected_grads, strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("length", [1, 11])
+def test_final_state_is_that_of_the_recurrence(length: int) -> None:
+    x, dt, a, b, c, d = drawn(2, length)
+    torch.testing.assert_close(final_state(x, dt, a, b), recurrent_scan(x, dt, a, b, c, d)[1])

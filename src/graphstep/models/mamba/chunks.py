@@ -97,14 +97,14 @@ def scan_chunks_backward(
         in_QK, states = matrices(grad_in.flatten(-2)), matrices(scanned.states)
         matrices(grad_c[1:]).baddbmm_(in_QK, states.mT)
         grad_states = torch.bmm(matrices(c[1:]).mT, in_QK).view(scanned.states.shape)
-        grad_cum[1:] += _by_step((grad_in * scanned.from_states).sum(-1, dtype=wide))
+        grad_cum[1:].add_(_by_step((grad_in * scanned.from_states).sum(-1, dtype=wide)))
         grad_states = _carry_backward(grad_states, scanned, grad_cum)
         grad_kept = torch.bmm(matrices(b[:-1]), matrices(grad_states)).view(scanned.x_kept.shape)
         matrices(grad_b[:-1]).baddbmm_(matrices(scanned.x_kept.flatten(-2)), matrices(grad_states).mT)
         grad_x_dt[:-1].addcmul_(heads_first(grad_kept), scanned.decay[:-1, ..., -1, :, None])
         of_kept = _by_step((grad_kept * scanned.x_kept).sum(-1, dtype=wide))
-        grad_cum[:-1] -= of_kept
-        grad_cum[:-1, ..., -1] += of_kept.sum(-1)
+        grad_cum[:-1].sub_(of_kept)
+        grad_cum[:-1, ..., -1].add_(of_kept.sum(-1))
     return grad_x_dt, grad_cum, grad_bc
 
 
@@ -116,7 +116,7 @@ def _carry(states: Tensor, decay_CGRB: Tensor) -> Tensor:
     """Add to each chunk's own state what the states before it leave: one step for each chunk after the second."""
     if not len(decay_CGRB):
         return states
-    carried = states.to(decay_CGRB.dtype, copy=True).unflatten(-1, (decay_CGRB.shape[2], -1))
+    carried: Tensor = states.to(decay_CGRB.dtype, copy=True).unflatten(-1, (decay_CGRB.shape[2], -1))
     for chunk, decay_GRB in enumerate(decay_CGRB, 1):
         carried[chunk].addcmul_(carried[chunk - 1], decay_GRB.mT[:, :, None, :, None])
     return carried.flatten(-2).to(states.dtype)
@@ -126,7 +126,7 @@ def _carry_backward(grad_states: Tensor, scanned: Scanned, grad_cum: Tensor) -> 
     decay_CGRB = scanned.decay_in[1:-1, ..., -1]
     if not len(decay_CGRB):
         return grad_states
-    grads = grad_states.to(decay_CGRB.dtype, copy=True).unflatten(-1, (decay_CGRB.shape[2], -1))
+    grads: Tensor = grad_states.to(decay_CGRB.dtype, copy=True).unflatten(-1, (decay_CGRB.shape[2], -1))
     for chunk in range(len(decay_CGRB), 0, -1):
         grads[chunk - 1].addcmul_(grads[chunk], decay_CGRB[chunk - 1].mT[:, :, None, :, None])
     of_decays_CGBR = (grads[1:] * scanned.states[:-1].view(grads[1:].shape)).sum((3, 5))

@@ -9,7 +9,7 @@ from torch.nn import functional
 from graphstep.config.mamba import MambaConfig
 from graphstep.config.model import ModelConfig
 from graphstep.config.switches import CudaGraphModule
-from graphstep.models.mamba.mixer import Mamba2
+from graphstep.models.mamba.mixer import CHUNK_SIZE, Mamba2
 from graphstep.models.norms import build_norm
 from graphstep.models.segments import Segment, SegmentedModule
 
@@ -27,13 +27,14 @@ class MambaLayer(SegmentedModule):
         config: ModelConfig,
         mamba: MambaConfig,
         *,
+        chunk_size: int = CHUNK_SIZE,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         self.hidden_dropout = config.hidden_dropout
         self.mixer_norm = build_norm(config, device=device, dtype=dtype)
-        self.mixer = Mamba2(config, mamba, device=device, dtype=dtype)
+        self.mixer = Mamba2(config, mamba, chunk_size=chunk_size, device=device, dtype=dtype)
 
     def segments(self) -> tuple[Segment, ...]:
         """Give the one segment (kind ``mamba``): it takes ``(hidden_BSH, *context)`` and ignores the context."""

@@ -7,6 +7,7 @@ I inner width (G * R * P).
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -49,18 +50,37 @@ class MixerLayout:
 
     def by_head(self, x_BSI: Tensor, chunk: int) -> Tensor:
         """View [B, S, I] as [C, G, R, B, Q, P]."""
-        split = x_BSI.unflatten(1, (-1, chunk)).unflatten(-1, (self.groups, self.heads_per_group, self.channels))
-        return split.permute(1, 3, 4, 0, 2, 5)
+        view_CGRBQP: Tensor = (
+            x_BSI.unflatten(1, (-1, chunk))
+            .unflatten(-1, (self.groups, self.heads_per_group, self.channels))
+            .permute(1, 3, 4, 0, 2, 5)
+        )
+        return view_CGRBQP
 
     def by_step(self, dt_BSH: Tensor, chunk: int) -> Tensor:
         """View [B, S, heads] as [C, G, R, B, Q]."""
-        return (
-            dt_BSH.unflatten(1, (-1, chunk)).unflatten(-1, (self.groups, self.heads_per_group)).permute(1, 3, 4, 0, 2)
-        )
+        view_BCQGR: Tensor = dt_BSH.unflatten(1, (-1, chunk)).unflatten(-1, (self.groups, self.heads_per_group))
+        return view_BCQGR.permute(1, 3, 4, 0, 2)
 
     def by_group(self, bc_BSK: Tensor, chunk: int) -> Tensor:
         """View B and C, side by side in [B, S, 2 * G * N], as [2, C, G, B, Q, N]."""
-        return bc_BSK.unflatten(1, (-1, chunk)).unflatten(-1, (2, self.groups, self.state)).permute(3, 1, 4, 0, 2, 5)
+        view_BCQ2GN: Tensor = bc_BSK.unflatten(1, (-1, chunk)).unflatten(-1, (2, self.groups, self.state))
+        return view_BCQ2GN.permute(3, 1, 4, 0, 2, 5)
+
+
+class MixerWeights(NamedTuple):
+    """The parameters between the two projections of a mixer. K width of the convolution, W its channels, H heads."""
+
+    conv_weight: Tensor
+    """[K, W]; row j weighs the token j before."""
+    conv_bias: Tensor
+    """[W], added by the convolution."""
+    dt_bias: Tensor
+    """[H], added to the time steps before their softplus."""
+    a_log: Tensor
+    """[H], logarithm of the decay."""
+    d: Tensor
+    """[H], what a head adds of its input to its output."""
 
 
 def matrices(x: Tensor) -> Tensor:

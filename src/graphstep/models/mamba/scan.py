@@ -42,27 +42,49 @@ def chunked_scan(
     *,
     chunk_size: int,
 ) -> Tensor:
-    """The same outputs as matrix products within chunks, and a recurrence of one step for each chunk."""
-    batch, length, heads, channels = x_BSHP.shape
-    groups, state = b_BSGN.shape[2:]
+    """The same outputs as matrix products within chunks, and a recurrence of one step for each chunk.
+
+    Plain formulas, for compilers and to read; `chunks.py` does the same in few kernels.
+
+    Source: Dao and Gu 2024, "Transformers are SSMs", section 6.
+    """
+    length = x_BSHP.shape[1]
     pad = -length % chunk_size
     x, dt, b, c = (functional.pad(t, (0, 0) * (t.dim() - 2) + (0, pad)) for t in (x_BSHP, dt_BSH, b_BSGN, c_BSGN))
-    split = (batch, -1, chunk_size, groups)
-    per = heads // groups
-    x = x.view(*split, per, channels)
-    dt = dt.view(*split, per).float()
-    b, c = b.view(*split, state), c.view(*split, state)
-    cum = torch.cumsum(dt * a_H.float().view(groups, per), dim=2)  # [B, C, Q, G, R]
-    mask = torch.ones(chunk_size, chunk_size, dtype=torch.bool, device=x.device).tril()
-    decay = torch.where(mask[:, :, None, None], cum[:, :, :, None] - cum[:, :, None], -torch.inf).exp()
-    scores = torch.einsum("zcqgn,zckgn->zcqkg", c, b)[..., None] * decay * dt[:, :, None]
-    y = torch.einsum("zcqkgr,zckgrp->zcqgrp", scores.to(x.dtype), x)
-    weights = (cum[:, :, -1:] - cum).exp() * dt
-    states = torch.einsum("zckgrp,zckgn->zcgrpn", (x * weights[..., None]).to(x.dtype), b).float()
+    x, dt, b, c = (t.unflatten(1, (-1, chunk_size)) for t in (x, dt, b, c))
+    groups = b.shape[3]
+    x, dt, a, d = (
+        x.unflatten(3, (groups, -1)),
+        dt.unflatten(3, (groups, -1)),
+        a_H.view(groups, -1),
+        d_H.view(groups, -1),
+    )
+    cum = torch.cumsum(dt * a, dim=2)  # [B, C, Q, G, R]
+    differences = (cum[:, :, :, None] - cum[:, :, None]).clamp(max=0)  # Above the diagonal, where it could overflow.
+    scores = torch.einsum("zcqgn,zckgn->zcqkg", c, b).permute(0, 1, 4, 2, 3).tril().permute(0, 1, 3, 4, 2)
+    mixing = scores[..., None] * differences.exp() * dt[:, :, None]
+    y = torch.einsum("zcqkgr,zckgrp->zcqgrp", mixing.to(x.dtype), x)
+    kept = (x * ((cum[:, :, -1:] - cum).exp() * dt)[..., None]).to(x.dtype)
+    states = torch.einsum("zckgrp,zckgn->zcgrpn", kept, b).to(cum.dtype)
     before = [torch.zeros_like(states[:, 0])]
     for chunk in range(states.shape[1] - 1):
         before.append(before[-1] * cum[:, chunk, -1, :, :, None, None].exp() + states[:, chunk])
     carried = torch.stack(before, dim=1).to(x.dtype)
-    y = y + torch.einsum("zcqgn,zcgrpn->zcqgrp", c, carried) * cum.exp()[..., None]
-    y = y + d_H.view(groups, per, 1) * x
-    return y.to(x.dtype).reshape(batch, length + pad, heads, channels)[:, :length]
+    y = y + torch.einsum("zcqgn,zcgrpn->zcqgrp", c, carried) * cum.exp()[..., None] + d[..., None] * x
+    y_BSHP: Tensor = y.to(x.dtype).flatten(3, 4).flatten(1, 2)[:, :length]
+    return y_BSHP
+
+
+def final_state(x_BSHP: Tensor, dt_BSH: Tensor, a_H: Tensor, b_BSGN: Tensor) -> Tensor:
+    """The state [B, H, P, N] after the last token, in the dtype of ``dt``: one matrix product for each group.
+
+    Decays are counted from the last token backwards, so that those of the last tokens are exact in long sequences.
+    """
+    groups = b_BSGN.shape[2]
+    decays_BSH = dt_BSH * a_H
+    left_BSH = (decays_BSH.flip(1).cumsum(1).flip(1) - decays_BSH).exp()
+    kept_BSHP = x_BSHP.to(dt_BSH.dtype) * (left_BSH * dt_BSH)[..., None]
+    b_BGSN = b_BSGN.to(dt_BSH.dtype).transpose(1, 2)
+    kept_BGSK = kept_BSHP.unflatten(2, (groups, -1)).flatten(3).transpose(1, 2)
+    state_BHPN: Tensor = (kept_BGSK.mT @ b_BGSN).view(*x_BSHP.shape[:1], *x_BSHP.shape[2:], -1)
+    return state_BHPN
