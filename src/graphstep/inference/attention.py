@@ -1,0 +1,96 @@
+"""Attention over keys and values in blocks.
+
+Shapes: T tokens, R requests, N query heads, G query groups (key and value heads), C query heads of a group, D channels
+of a head, W blocks of the longest sequence, L = W * block_size keys.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from typing import Final, Protocol
+
+import torch
+from torch import Tensor
+
+from graphstep.inference.metadata import StepTensors
+
+_MOST_KEYS_AT_ONCE: Final = 2**22
+"""Numbers of keys that are gathered at a time, one query's after the other: bounds the memory of long steps."""
+
+
+class AttentionKernels(Protocol):
+    """Writes new keys and values, and attends to all that a request has. Addresses are fixed, nothing is read back."""
+
+    def write(self, k_TGD: Tensor, v_TGD: Tensor, pages: Tensor, slots_T: Tensor) -> None:
+        """Put the keys and values of a step into a layer's pages [2, blocks, block_size, G, D]."""
+
+    def attend(self, q_TND: Tensor, pages: Tensor, tensors: StepTensors, num_blocks: int | None) -> Tensor:
+        """Attend from each token to the keys of its request up to itself.
+
+        Args:
+            q_TND: queries; T and the rest of the shapes are those of the bucket.
+            pages: of the layer, the step's own keys and values included.
+            tensors: of the step.
+            num_blocks: blocks of the longest sequence in the step where the host may use that, as outside of graphs.
+
+        Returns:
+            [T, N, D], contiguous. Rows of padding mean nothing, and are finite if the queries are.
+        """
+
+
+class TorchAttention:
+    """By PyTorch's own operations, on every device: static shapes, masked by position.
+
+    Reads all blocks that the longest sequence could have, so that graphs can hold it. What is masked may be anything,
+    NaN included.
+    """
+
+    def write(self, k_TGD: Tensor, v_TGD: Tensor, pages: Tensor, slots_T: Tensor) -> None:
+        """See :class:`AttentionKernels`."""
+        k_pages, v_pages = pages.flatten(1, 2).unbind()
+        k_pages.index_copy_(0, slots_T, k_TGD)
+        v_pages.index_copy_(0, slots_T, v_TGD)
+
+    def attend(self, q_TND: Tensor, pages: Tensor, tensors: StepTensors, num_blocks: int | None) -> Tensor:
+        """See :class:`AttentionKernels`."""
+        tables_RW = tensors.block_tables if num_blocks is None else tensors.block_tables[:, : max(1, num_blocks)]
+        num_keys = tables_RW.shape[1] * pages.shape[2]
+        most = max(1, _MOST_KEYS_AT_ONCE // (num_keys * pages.shape[3] * pages.shape[4]))
+        parts = []
+        for begin in range(0, q_TND.shape[0], most):
+            rows = slice(begin, begin + most)
+            tables_TW = tables_RW.index_select(0, tensors.token_requests[rows])
+            parts.append(attend_to_blocks(q_TND[rows], pages, tables_TW, tensors.positions[rows]))
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def attend_to_blocks(q_TND: Tensor, pages: Tensor, tables_TW: Tensor, positions_T: Tensor) -> Tensor:
+    """softmax(Q K^T / sqrt(D)) V over the keys at positions up to the token's own: the formula that kernels follow.
+
+    Source: Vaswani et al. 2017, "Attention Is All You Need", equation 1; Kwon et al. 2023, "Efficient Memory Management
+    for Large Language Model Serving with PagedAttention", equation 4.
+    """
+    num_tokens, _, channels = q_TND.shape
+    size, groups = pages.shape[2:4]
+    blocks = tables_TW.flatten()
+    k_TLGD, v_TLGD = (pages[which].index_select(0, blocks).view(num_tokens, -1, groups, channels) for which in range(2))
+    num_keys = tables_TW.shape[1] * size
+    visible_TL = torch.arange(num_keys, device=q_TND.device) <= positions_T[:, None]
+    q_TGCD = q_TND.unflatten(1, (groups, -1)) * (1.0 / math.sqrt(channels))
+    scores_TGCL = torch.matmul(q_TGCD, k_TLGD.permute(0, 2, 3, 1))
+    scores_TGCL = scores_TGCL.masked_fill(~visible_TL[:, None, None], -torch.inf)
+    weights_TGCL = torch.softmax(scores_TGCL, dim=-1, dtype=torch.promote_types(q_TND.dtype, torch.float32))
+    # Weights of zero do not hide what is not a number.
+    v_TLGD = v_TLGD.masked_fill(~visible_TL[..., None, None], 0.0)
+    y_TGCD = torch.matmul(weights_TGCL.to(q_TND.dtype), v_TLGD.transpose(1, 2))
+    return y_TGCD.flatten(1, 2)
+
+
+def attention_for(device: torch.device) -> AttentionKernels:
+    """The fastest there is: Triton kernels on a GPU where Triton is installed, otherwise PyTorch's operations."""
+    if device.type == "cuda" and importlib.util.find_spec("triton") is not None:
+        from graphstep.inference.triton_attention import TritonAttention
+
+        return TritonAttention()
+    return TorchAttention()
