@@ -6,6 +6,7 @@ of a head, W blocks of the longest sequence, L = W * block_size keys.
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import math
 from typing import Final, Protocol
@@ -14,16 +15,31 @@ import torch
 from torch import Tensor
 
 from graphstep.inference.metadata import StepTensors
+from graphstep.models import apply_rotary
 
+_DTYPES_OF_KERNELS: Final = (torch.float32, torch.float16, torch.bfloat16)
 _MOST_KEYS_AT_ONCE: Final = 2**22
 """Numbers of keys that are gathered at a time, one query's after the other: bounds the memory of long steps."""
 
 
 class AttentionKernels(Protocol):
-    """Writes new keys and values, and attends to all that a request has. Addresses are fixed, nothing is read back."""
+    """Writes new keys and values, and attends to all that a request has. Reads nothing back: graphs hold it."""
 
-    def write(self, k_TGD: Tensor, v_TGD: Tensor, pages: Tensor, slots_T: Tensor) -> None:
-        """Put the keys and values of a step into a layer's pages [2, blocks, block_size, G, D]."""
+    def rotate_and_write(
+        self, qkv_TND: Tensor, rotary: tuple[Tensor, ...], num_rotary: int, pages: Tensor, slots_T: Tensor
+    ) -> Tensor:
+        """Rotate queries and keys, and put the keys and values of a step into a layer's pages.
+
+        Args:
+            qkv_TND: all query heads, then all key heads, then all value heads.
+            rotary: cosines and sines [T, D], 1 and 0 for channels that do not rotate.
+            num_rotary: channels that rotate; 0: none, and ``rotary`` is not looked at.
+            pages: [2, blocks, block_size, G, D], contiguous.
+            slots_T: places in them, block * block_size + place in the block. Those of padding may be equal.
+
+        Returns:
+            The queries [T, N, D].
+        """
 
     def attend(self, q_TND: Tensor, pages: Tensor, tensors: StepTensors, num_blocks: int | None) -> Tensor:
         """Attend from each token to the keys of its request up to itself.
@@ -46,11 +62,18 @@ class TorchAttention:
     NaN included.
     """
 
-    def write(self, k_TGD: Tensor, v_TGD: Tensor, pages: Tensor, slots_T: Tensor) -> None:
+    def rotate_and_write(
+        self, qkv_TND: Tensor, rotary: tuple[Tensor, ...], num_rotary: int, pages: Tensor, slots_T: Tensor
+    ) -> Tensor:
         """See :class:`AttentionKernels`."""
-        k_pages, v_pages = pages.flatten(1, 2).unbind()
-        k_pages.index_copy_(0, slots_T, k_TGD)
-        v_pages.index_copy_(0, slots_T, v_TGD)
+        groups = pages.shape[3]
+        qk_TND, v_TGD = qkv_TND.split_with_sizes((qkv_TND.shape[1] - groups, groups), dim=1)
+        if num_rotary:
+            qk_TND = apply_rotary(qk_TND[None], *rotary, channels=num_rotary)[0]
+        q_TND, k_TGD = qk_TND.split_with_sizes((qk_TND.shape[1] - groups, groups), dim=1)
+        for of_pages, rows in zip(pages.flatten(1, 2).unbind(), (k_TGD, v_TGD), strict=True):
+            of_pages.index_copy_(0, slots_T, rows)
+        return q_TND
 
     def attend(self, q_TND: Tensor, pages: Tensor, tensors: StepTensors, num_blocks: int | None) -> Tensor:
         """See :class:`AttentionKernels`."""
@@ -87,10 +110,17 @@ def attend_to_blocks(q_TND: Tensor, pages: Tensor, tables_TW: Tensor, positions_
     return y_TGCD.flatten(1, 2)
 
 
-def attention_for(device: torch.device) -> AttentionKernels:
-    """The fastest there is: Triton kernels on a GPU where Triton is installed, otherwise PyTorch's operations."""
-    if device.type == "cuda" and importlib.util.find_spec("triton") is not None:
-        from graphstep.inference.triton_attention import TritonAttention
+def attention_for(device: torch.device, dtype: torch.dtype) -> AttentionKernels:
+    """The fastest there is: Triton kernels on a GPU where Triton is installed, otherwise PyTorch's operations.
 
-        return TritonAttention()
+    Args:
+        device: of the cache.
+        dtype: of the cache.
+    """
+    has_kernels = device.type == "cuda" and dtype in _DTYPES_OF_KERNELS
+    if has_kernels and importlib.util.find_spec("triton") is not None:
+        triton_attention = importlib.import_module("graphstep.inference.triton_attention")
+        num_processors = torch.cuda.get_device_properties(device).multi_processor_count
+        kernels: AttentionKernels = triton_attention.TritonAttention(num_processors)
+        return kernels
     return TorchAttention()

@@ -96,7 +96,7 @@ class DynamicEngine:
         self._cache = InferenceCache(shape, num_blocks, block_size, self.limits.max_requests, device)
         self._metadata = StepMetadata(self.limits, block_size, device)
         self._session = session if session is not None else GraphSession(device)
-        steps = ModelSteps(model, self._cache, attention_for(device))
+        steps = ModelSteps(model, self._cache, attention_for(device, shape.dtype))
         self._runner = StepRunner(
             steps,
             self._metadata,

@@ -21,7 +21,6 @@ from graphstep.inference.step import Step
 from graphstep.models import MLP, Attention, GPTModel
 from graphstep.models.mamba import MambaLayer
 from graphstep.models.moe import MoEBlock, MoELayer
-from graphstep.models.rotary import apply_rotary
 
 Rotary = tuple[Tensor, ...]
 """Cosines and sines [T, D] of the tokens' positions; empty without rotary embedding."""
@@ -149,11 +148,9 @@ class ModelSteps:
         def attend(hidden_TH: Tensor, context: StepContext) -> Tensor:
             pages, tensors = self.cache.pages[index], context.tensors
             qkv_TND = attention.qkv(norm(hidden_TH)).unflatten(-1, (heads + 2 * groups, attention.channels))
-            qk_TND, v_TGD = qkv_TND.split_with_sizes((heads + groups, groups), dim=1)
-            if attention.rotary_channels:
-                qk_TND = apply_rotary(qk_TND[None], *context.rotary, channels=attention.rotary_channels)[0]
-            q_TND, k_TGD = qk_TND.split_with_sizes((heads, groups), dim=1)
-            self.kernels.write(k_TGD, v_TGD, pages, tensors.slots)
+            q_TND = self.kernels.rotate_and_write(
+                qkv_TND, context.rotary, attention.rotary_channels, pages, tensors.slots
+            )
             y_TND = self.kernels.attend(q_TND, pages, tensors, context.num_blocks)
             update_TH: Tensor = attention.out(y_TND.flatten(1))
             return hidden_TH + update_TH
