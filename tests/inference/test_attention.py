@@ -99,7 +99,8 @@ def compare(
     assert torch.equal(of_slots[1], drawn[:number, heads + groups :])
     untouched = torch.ones(64 * BLOCK, dtype=torch.bool, device=device)
     untouched[slots] = untouched[0] = False
-    assert torch.equal(pages.flatten(1, 2)[:, untouched].nan_to_num(7), before.flatten(1, 2)[:, untouched].nan_to_num(7))
+    after, before = (t.flatten(1, 2)[:, untouched].nan_to_num(7) for t in (pages, before))
+    assert torch.equal(after, before)
     wanted = torch.cat(expected(q[:number].float(), pages.float(), step))
     torch.testing.assert_close(y[:number].float(), wanted, atol=tolerance, rtol=tolerance)
 
@@ -113,7 +114,7 @@ def rotary_tables(size: int, device: torch.device) -> RotaryTables:
     return tables
 
 
-@pytest.mark.parametrize("heads, groups, size", [(4, 2, 8), (3, 3, 24), (8, 1, 16)])
+@pytest.mark.parametrize(("heads", "groups", "size"), [(4, 2, 8), (3, 3, 24), (8, 1, 16)])
 @pytest.mark.parametrize("name", STEPS)
 def test_torch_operations_follow_the_formula(name: str, heads: int, groups: int, size: int) -> None:
     compare(TorchAttention(), name, torch.device("cpu"), torch.float32, heads, groups, size)
@@ -121,7 +122,7 @@ def test_torch_operations_follow_the_formula(name: str, heads: int, groups: int,
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("heads, groups, size", [(4, 2, 64), (3, 3, 80), (32, 8, 64), (8, 1, 128)])
+@pytest.mark.parametrize(("heads", "groups", "size"), [(4, 2, 64), (3, 3, 80), (32, 8, 64), (8, 1, 128)])
 @pytest.mark.parametrize("name", STEPS)
 def test_kernels_follow_the_formula(name: str, heads: int, groups: int, size: int, dtype: torch.dtype) -> None:
     device = torch.device("cuda")
