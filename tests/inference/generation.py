@@ -75,12 +75,13 @@ def build_engine(
     max_requests: int = 4,
     max_tokens: int = 16,
     num_blocks: int = 64,
+    is_required: bool = True,
     options: dict[str, Any] | None = None,
     **more: Any,
 ) -> DynamicEngine:
     inference = InferenceConfig(
         inference_dynamic_batching=True,
-        inference_dynamic_batching_num_cuda_graphs=4,
+        inference_dynamic_batching_num_cuda_graphs=2,
         inference_dynamic_batching_max_requests=max_requests,
         inference_dynamic_batching_max_tokens=max_tokens,
         inference_dynamic_batching_block_size=4,
@@ -89,7 +90,11 @@ def build_engine(
     )
     more.setdefault("captures_at_start", False)
     config = EngineConfig(
-        inference=inference, scope=InferenceCudaGraphScope(scope), num_blocks=num_blocks, is_required=True, **more
+        inference=inference,
+        scope=InferenceCudaGraphScope(scope),
+        num_blocks=num_blocks,
+        is_required=is_required,
+        **more,
     )
     return DynamicEngine(model, config)
 

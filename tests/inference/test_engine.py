@@ -10,6 +10,7 @@ from graphstep.inference.engine import DynamicEngine
 from graphstep.inference.requests import Request, SamplingParams
 from graphstep.models import GPTModel
 
+KINDS = ("llama", "moe", "hybrid")
 SCOPES = ("none", "layer", "block")
 
 
@@ -37,8 +38,8 @@ def check(model: GPTModel, engine: DynamicEngine, requests: list[Request]) -> No
 
 @pytest.mark.parametrize("how", ["greedy", "seeded"])
 @pytest.mark.parametrize("scope", SCOPES)
-@pytest.mark.parametrize("kind", MODELS)
 class TestTokens:
+    @pytest.mark.parametrize("kind", MODELS)
     def test_of_requests_that_join_and_leave(self, kind: str, scope: str, how: str, device: torch.device) -> None:
         model = build_model(kind, device)
         with build_engine(model, scope) as engine:
@@ -51,6 +52,7 @@ class TestTokens:
                 engine.step()
             check(model, engine, first + then)
 
+    @pytest.mark.parametrize("kind", KINDS)
     def test_of_requests_that_give_way(self, kind: str, scope: str, how: str, device: torch.device) -> None:
         model = build_model(kind, device)
         with build_engine(model, scope, num_blocks=9, prefix_caching=False) as engine:
@@ -58,6 +60,7 @@ class TestTokens:
             assert engine.counts.preemptions > 0
             check(model, engine, requests)
 
+    @pytest.mark.parametrize("kind", KINDS)
     def test_of_prompts_in_chunks(self, kind: str, scope: str, how: str, device: torch.device) -> None:
         model = build_model(kind, device)
         with build_engine(model, scope, max_tokens=6, options={"enable_chunked_prefill": True}) as engine:
@@ -67,7 +70,7 @@ class TestTokens:
 
 @pytest.mark.parametrize("how", ["greedy", "seeded"])
 @pytest.mark.parametrize("scope", SCOPES)
-@pytest.mark.parametrize("kind", [kind for kind in MODELS if kind != "hybrid"])
+@pytest.mark.parametrize("kind", ["llama", "moe"])
 def test_tokens_of_requests_with_known_prefixes(kind: str, scope: str, how: str, device: torch.device) -> None:
     model = build_model(kind, device)
     with build_engine(model, scope, max_tokens=32) as engine:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import enum
-from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -25,6 +24,7 @@ from graphstep.inference.runner import StepRunner
 from graphstep.inference.sampling import HostDraws, sample, unpack
 from graphstep.inference.scheduler import Scheduler, SchedulerCounts
 from graphstep.inference.step import Step
+from graphstep.inference.streams import TokenStream
 from graphstep.models import GPTModel
 
 
@@ -115,7 +115,7 @@ class DynamicEngine:
             matcher=self._runner.matcher if options.inference_cuda_graph_all_prefills else None,
             vocabulary=self._vocabulary,
         )
-        self._streams: dict[int, deque[Output]] = {}
+        self._streams: dict[int, TokenStream] = {}
         self._state = EngineState.READY
         if self.config.captures_at_start:
             self._capture_all()
@@ -227,17 +227,17 @@ class DynamicEngine:
             raise
         return requests
 
-    def stream(self, prompt: Sequence[int], sampling: SamplingParams | None = None) -> Iterator[Output]:
-        """Add a request and yield what it gets, token by token, computing steps while there is nothing to yield.
+    def stream(self, prompt: Sequence[int], sampling: SamplingParams | None = None) -> TokenStream:
+        """Add a request and return what yields its outputs, computing steps while there is nothing to yield.
 
-        The request waits from this call on, whether its outputs are taken or not. Leaving the iterator cancels it.
+        The request takes part in every step from now on, whether its outputs are taken or not.
 
         Raises:
             RequestError: it could never be served.
         """
         request = self.add_request(prompt, sampling)
-        outputs = self._streams[request.number] = deque()
-        return self._outputs_of(request, outputs)
+        stream = self._streams[request.number] = TokenStream(request, self.step, self._leave)
+        return stream
 
     def suspend(self, mode: CacheMode = CacheMode.PERSIST) -> None:
         """Compute nothing until `resume`, and make room as the mode says. Requests stay, and may be added.
@@ -360,24 +360,15 @@ class DynamicEngine:
         drawn = sample(logits[:, : self._vocabulary], tensors.draw_settings, needs)
         return unpack(drawn.packed()[: len(step.requests)].cpu().numpy(), needs)
 
-    def _outputs_of(self, request: Request, outputs: deque[Output]) -> Iterator[Output]:
-        try:
-            while True:
-                while not outputs:
-                    self.step()
-                output = outputs.popleft()
-                yield output
-                if output.finish_reason is not None:
-                    return
-        finally:
-            self._streams.pop(request.number, None)
-            self.cancel(request)
+    def _leave(self, request: Request) -> None:
+        self._streams.pop(request.number, None)
+        self.cancel(request)
 
     def _hand_out(self, outputs: Sequence[Output]) -> None:
         for output in outputs:
             stream = self._streams.get(output.request.number)
             if stream is not None:
-                stream.append(output)
+                stream.put(output)
 
     def _capture_all(self) -> None:
         self._require_evaluation("DynamicEngine")
