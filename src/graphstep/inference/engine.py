@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -12,11 +13,13 @@ import torch
 from torch import Tensor
 
 from graphstep.capture import CaptureReport, GraphSession
+from graphstep.config import InferenceCudaGraphScope
 from graphstep.errors import ConfigError, InputMismatchError, LifecycleError, Problem
 from graphstep.inference.attention import attention_for
 from graphstep.inference.blocks import BlockPool
 from graphstep.inference.cache import CacheShape, InferenceCache
 from graphstep.inference.engine_config import EngineConfig
+from graphstep.inference.memory import cache_blocks
 from graphstep.inference.metadata import StepMetadata
 from graphstep.inference.model_steps import ModelSteps
 from graphstep.inference.requests import FinishReason, Output, Request, SamplingParams
@@ -26,6 +29,8 @@ from graphstep.inference.scheduler import Scheduler, SchedulerCounts
 from graphstep.inference.step import Step
 from graphstep.inference.streams import TokenStream
 from graphstep.models import GPTModel
+
+_log = logging.getLogger(__name__)
 
 
 class EngineState(enum.Enum):
@@ -52,7 +57,7 @@ class WeightUpdate:
     """What a change of weights did; complete when the ``with`` of `DynamicEngine.weight_update` ends."""
 
     moved: list[str] = field(default_factory=list)
-    """What is not where it was, in words. Empty: all addresses were kept, and so were the graphs."""
+    """Weights that are not where they were, in words. Empty: all addresses were kept, and so were the graphs."""
     num_recomputed: int = 0
     """Running requests whose keys and values are computed again."""
 
@@ -87,14 +92,12 @@ class DynamicEngine:
             what = f"{self._vocabulary} tokens, and the model has {model.config.vocab_size}"
             raise ConfigError(Problem("inference-vocabulary", what, "EngineConfig.vocabulary", "leave it out"))
         block_size = options.inference_dynamic_batching_block_size
-        num_blocks = self.config.num_blocks
-        if num_blocks is None:
-            num_blocks = shape.num_blocks(self.config.budget_bytes, block_size, self.limits.max_requests)
-            if not shape.num_attention_layers:
-                num_blocks = min(num_blocks, self._blocks_of_all(block_size))
+        self._metadata = StepMetadata(self.limits, block_size, device)
+        if self.config.scope is not InferenceCudaGraphScope.none:
+            self._require_evaluation("DynamicEngine")
+        num_blocks = cache_blocks(model, shape, self.config, self.limits, self._metadata)
         self._pool = BlockPool(num_blocks, block_size, prefix_caching=self.config.prefix_caching and not shape.mixers)
         self._cache = InferenceCache(shape, num_blocks, block_size, self.limits.max_requests, device)
-        self._metadata = StepMetadata(self.limits, block_size, device)
         self._session = session if session is not None else GraphSession(device)
         steps = ModelSteps(model, self._cache, attention_for(device, shape.dtype))
         self._runner = StepRunner(
@@ -118,7 +121,11 @@ class DynamicEngine:
         self._streams: dict[int, TokenStream] = {}
         self._state = EngineState.READY
         if self.config.captures_at_start:
-            self._capture_all()
+            try:
+                self._capture_all()
+            except BaseException:
+                self.close()
+                raise
 
     @property
     def state(self) -> EngineState:
@@ -285,6 +292,7 @@ class DynamicEngine:
         if self._state is EngineState.CLOSED:
             raise LifecycleError("the engine is closed", where="DynamicEngine.weight_update", fix="make a new one")
         update = WeightUpdate()
+        self._runner.watch()
         try:
             yield update
         finally:
@@ -373,6 +381,14 @@ class DynamicEngine:
     def _capture_all(self) -> None:
         self._require_evaluation("DynamicEngine")
         self._runner.capture_all(show_progress=self.config.show_progress)
+        graphs = self._runner.graphs
+        if graphs:
+            _log.info(
+                "graphs: %d shapes in %.1f s, %.3f GB",
+                len(graphs),
+                sum(each.capture_seconds for each in graphs),
+                self._session.engine.pool_bytes / 1e9,
+            )
 
     def _require_ready(self, where: str) -> None:
         if self._state is not EngineState.READY:
@@ -387,6 +403,3 @@ class DynamicEngine:
                 where=where,
                 fix="call model.eval() before, and model.train() to go on with training",
             )
-
-    def _blocks_of_all(self, block_size: int) -> int:
-        return self.limits.max_requests * -(-self.limits.max_sequence_length // block_size) + 1

@@ -85,7 +85,7 @@ class StepRunner:
         self._graphs: dict[BatchShape, BucketGraphs] = {}
         self._failed: set[BatchShape] = set()
         self._watched: Watched | None = None
-        self._step_stats = session.stats("steps", "step")
+        self._step_stats = session.stats("steps", scope.value)
 
     @property
     def graphs(self) -> tuple[BucketGraphs, ...]:
@@ -129,8 +129,8 @@ class StepRunner:
             recording.replay()
         for stats in graphs.stats:
             stats.num_replays += 1
-            stats.num_launches += 1
-        self._step_stats.num_replays += 1
+        if self._scope is not InferenceCudaGraphScope.block:
+            self._step_stats.num_replays += 1
         return graphs.logits
 
     def capture_all(self, *, show_progress: bool | None = None) -> None:
@@ -154,17 +154,18 @@ class StepRunner:
             for recording, stats in zip(graphs.recordings, graphs.stats, strict=True):
                 self._session.release([recording], stats)
                 stats.num_signatures = 0
+            self._step_stats.num_signatures = 0
         self._graphs.clear()
         self._failed.clear()
         self._watched = None
 
     def watch(self) -> None:
-        """Note the addresses of the weights that graphs will be made with."""
+        """Note where the weights are, unless that is known: graphs are made for these addresses."""
         if self._watched is None:
             self._watched = self._session.watch([("", self.steps.model)], may_be_frozen=True)
 
     def changes(self) -> list[str]:
-        """Weights that are not where the graphs expect them, in words; empty where there are no graphs."""
+        """Weights that are not where they were when `watch` noted them, in words."""
         return self._watched.changes() if self._watched is not None and not self._watched.is_unchanged() else []
 
     def _try_capture(self, bucket: BatchShape) -> bool:
@@ -191,7 +192,7 @@ class StepRunner:
                 self.steps.forward(tensors, None)
         recordings: list[Recording] = []
         regions: list[RegionStats] = []
-        total = session.stats(self._scope.value, self._scope.value)
+        total = self._step_stats
         seconds, pool_bytes = total.capture_seconds, 0
 
         def captured(stats: RegionStats, function: Callable[[], Any]) -> Any:
@@ -216,7 +217,7 @@ class StepRunner:
             for recording, stats in zip(recordings, regions, strict=True):
                 session.release([recording], stats)
             raise
-        for stats in regions:
+        for stats in {id(region): region for region in (*regions, total)}.values():
             stats.num_signatures += 1
         return BucketGraphs(
             bucket, tuple(recordings), tuple(regions), view, total.capture_seconds - seconds, pool_bytes

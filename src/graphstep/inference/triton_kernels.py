@@ -200,7 +200,7 @@ def join_parts_kernel(partial, weights, out, CHANNELS: tl.constexpr, WIDTH: tl.c
     tl.store(out + row * CHANNELS + channel, result.to(out.dtype.element_ty), mask=channel < CHANNELS)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_requests"])
 def mixed_kernel(
     queries,
     pages,
