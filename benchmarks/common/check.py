@@ -40,8 +40,8 @@ class Agreement:
     largest_gradient_error: float
     """Of a parameter: norm of the difference over the norm of eager's gradient; NaN if anything is not finite."""
     worst_parameter: str
-    """The parameter with that error; empty if all gradients are equal. Of an arm whose parameters are laid out otherwise,
-    only the norm of all gradients is compared."""
+    """The parameter with that error; empty if all gradients are equal. Of an arm whose parameters are laid out
+    otherwise, only the norm of all gradients is compared."""
 
     @property
     def is_equal(self) -> bool:

@@ -102,7 +102,9 @@ def copy_weights(ours: GPTModel, twin: Any) -> None:
         part = {name.removeprefix(f"layers.{number}."): value for name, value in state.items()}
         attention = layer.self_attn
         for projection, weight in zip(
-            (attention.q_proj, attention.k_proj, attention.v_proj), part["attention.qkv.weight"].split(rows), strict=True
+            (attention.q_proj, attention.k_proj, attention.v_proj),
+            part["attention.qkv.weight"].split(rows),
+            strict=True,
         ):
             projection.weight.copy_(weight)
         attention.o_proj.weight.copy_(part["attention.out.weight"])

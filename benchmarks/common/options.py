@@ -54,7 +54,7 @@ MODELS: Final[Mapping[str, Words]] = {
     },
 }
 """The models of the project's numbers; a value of "" is an option without one. The width of a dense MLP follows: four
-times the hidden size. ``moe`` has the shape of a Qwen3-MoE of Hugging Face, ``hybrid`` 12 layers, 4 of them attention."""
+times the hidden size. ``moe`` has the shape of a Qwen3-MoE of Hugging Face; ``hybrid`` has 4 layers of attention."""
 
 _MODEL_SECTIONS: Final = ("model", "layers", "moe", "mamba", None)
 """Sections whose options say what the model is."""

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from graphstep.capture.ambient import ambient_key
 from graphstep.capture.chain import Chain, Handover
 from graphstep.capture.chain_run import ChainRun
 from graphstep.capture.graph_pair import GraphPair
@@ -16,7 +17,7 @@ from graphstep.capture.pair_capture import capture_backwards, capture_forwards
 from graphstep.capture.pending import Pending
 from graphstep.capture.region import Region
 from graphstep.capture.session import GraphSession
-from graphstep.capture.signature import Signature, ambient_key
+from graphstep.capture.signature import Signature
 from graphstep.capture.tree import flatten
 
 

@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from graphstep.capture.signature import AmbientState, Signature
+from graphstep.capture.ambient import AmbientState
+from graphstep.capture.signature import Signature
 from graphstep.errors import InputMismatchError
 
 

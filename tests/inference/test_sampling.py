@@ -10,7 +10,7 @@ from torch import Tensor
 
 from graphstep.engine import CudaEngine, Engine, TapeEngine
 from graphstep.inference.requests import NOT_FINITE, DrawNeeds, draw_key
-from graphstep.inference.sampling import Drawn, DrawSettings, sample, uniform, unpack
+from graphstep.inference.sampling import Drawn, DrawSettings, _choose, sample, uniform, unpack
 
 RANDOM = DrawNeeds(is_random=True)
 FILTERED = DrawNeeds(is_random=True, is_filtered=True)
@@ -83,11 +83,17 @@ def test_top_k_keeps_the_first_of_equal_ones() -> None:
 )
 def test_top_p_keeps_the_fewest_that_reach_it(top_p: float, kept: list[int]) -> None:
     probabilities = torch.tensor([0.5, 0.3, 0.15, 0.05])
-    found = frequencies(probabilities.log(), top_p=top_p)
+    found = frequencies(probabilities.flip(0).log(), top_p=top_p).flip(0)
     expected = torch.zeros(4)
     expected[kept] = probabilities[kept] / probabilities[kept].sum()
     assert torch.allclose(found, expected, atol=0.015)
     assert found[expected == 0].sum() == 0
+
+
+def test_tokens_without_weight_are_never_chosen() -> None:
+    weights = torch.tensor([[0, 2, 0, 1, 0]]).expand(5, -1)
+    chosen = _choose(weights, torch.tensor([0.0, 0.6, 2 / 3, 0.99, 1 - 2**-53], dtype=torch.float64))
+    assert chosen.tolist() == [1, 1, 3, 3, 3]
 
 
 def test_top_p_is_a_part_of_what_top_k_leaves() -> None:

@@ -138,14 +138,27 @@ def test_what_was_generated_is_a_prefix_too() -> None:
 
 def test_forgotten_prefixes_are_computed_again() -> None:
     some = world()
-    running = some.add([1, 2, 3, 4, 5], 8)
+    some.add([1, 2, 3, 4, 5], 1)
+    some.run()
+    # Its first block is not full yet when all is forgotten, and then fills up beside what is older.
+    running = some.add([1, 2], 12)
     some.step()
     some.scheduler.forget_cache()
     some.run()
-    assert len(running.output_tokens) == 8
-    assert some.add([*running.tokens], 1).num_cached_tokens == 0
+    assert running.output_tokens == reference([1, 2], 12)
+    again = [some.add([1, 2, 3, 4, 5], 1), some.add([*running.tokens], 1)]
     some.run()
-    assert some.scheduler.counts.cached_tokens == 0
+    assert [request.num_cached_tokens for request in again] == [0, 0]
+
+
+def test_those_that_run_keep_a_block_to_grow_into() -> None:
+    some = world(max_requests=2, num_blocks=6, prefix_caching=False)
+    some.add([1] * 5, 6)
+    some.step()
+    waiting = some.add([2] * 12, 1)
+    some.run()
+    assert shapes(some) == [(5, 1, 0), *[(1, 0, 1)] * 5, (12, 1, 0)]
+    assert waiting.num_preemptions == 0
 
 
 def test_all_can_be_computed_again() -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
-import random
 import sys
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
@@ -14,20 +12,21 @@ from operator import is_
 from types import MemberDescriptorType, ModuleType
 from typing import Any, Final
 
-import numpy as np
 from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from graphstep.capture.callables import held_by, refuse_collected
 from graphstep.capture.fast_check import all_same
+from graphstep.capture.places import GONE, PLAIN, Place, join, key_name, storage_of
+from graphstep.capture.randomness import set_state, state_of
 from graphstep.engine import torch_private
 from graphstep.errors import CaptureError
 
-_GONE: Final = object()
 _MODULE_HOOKS: Final = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
-_PLAIN: Final = (bool, int, float, str)
 _TENSOR_HOOKS: Final = ("_backward_hooks", "_post_accumulate_grad_hooks")
 _SEQUENCES: Final = (list, tuple, deque, set, frozenset)
-_OF_LIBRARIES: Final = frozenset(sys.stdlib_module_names) - {"types", "argparse"} | {"torch", "numpy"}
+OF_LIBRARIES: Final = frozenset(sys.stdlib_module_names) - {"types", "argparse"} | {"torch", "numpy"}
 """Not looked into, except for namespaces: loggers, locks and the like change without a meaning."""
 _DEPTH: Final = 3
 _MOST_ENTRIES: Final = 1000
@@ -51,6 +50,7 @@ class Attributes:
         modules: name and module, each once; first the one whose forward is captured.
         hooks_of: name and module of those whose hooks run inside the recording.
         parameters_of: name and module of those whose parameters' hooks run inside the recording.
+        places: what else is read. Lists and dicts there may be filled by a run.
     """
 
     def __init__(
@@ -60,8 +60,9 @@ class Attributes:
         hooks_of: Iterable[Named] = (),
         parameters_of: Iterable[Named] = (),
         callables: Iterable[Any] = (),
+        places: Iterable[Place] = (),
     ) -> None:
-        self._modules = list(modules)
+        self._modules, self._places = list(modules), list(places)
         self._callables = [(f"argument {getattr(c, '__qualname__', type(c).__name__)}", c) for c in callables]
         self._noted = self._walked()
         self._module_hooks: list[tuple[str, Mapping[int, Any], tuple[int, ...]]] = []
@@ -70,7 +71,7 @@ class Attributes:
         for path, module in hooks_of:
             for name in _MODULE_HOOKS:
                 hooks: Mapping[int, Any] = getattr(module, name)
-                self._module_hooks.append((_join(path, "hooks"), hooks, tuple(hooks)))
+                self._module_hooks.append((join(path, "hooks"), hooks, tuple(hooks)))
             has_inner = True
         if has_inner:
             for hooks in torch_private.global_module_hooks():
@@ -80,19 +81,19 @@ class Attributes:
                 if parameter is not None:
                     for name in _TENSOR_HOOKS:
                         found = tuple(getattr(parameter, name, None) or ())
-                        self._tensor_hooks.append((_join(path, f"{key}.hooks"), parameter, name, found))
+                        self._tensor_hooks.append((join(path, f"{key}.hooks"), parameter, name, found))
 
         self._look = FastLook([self])
 
     def _walked(self) -> _Noted:
-        return _walk(self._modules, self._callables)
+        return _walk(self._modules, self._callables, self._places)
 
     def _refuse_collected(self, now: _Noted, where: str) -> None:
         roots = tuple(path for path, _ in self._callables)
         changed = [
             path
             for path in dict.fromkeys([*self._noted.values, *now.values])
-            if path.startswith(roots) and not _is_same(now.values.get(path, _GONE), self._noted.values.get(path, _GONE))
+            if path.startswith(roots) and not _is_same(now.values.get(path, GONE), self._noted.values.get(path, GONE))
         ]
         refuse_collected(changed, where)
 
@@ -101,7 +102,7 @@ class Attributes:
         if self._look.holds():
             return
         now = self._walked()
-        gone = {p for p, value in self._noted.values.items() if not _is_same(now.values.get(p, _GONE), value)}
+        gone = {p for p, value in self._noted.values.items() if not _is_same(now.values.get(p, GONE), value)}
         self._noted = now.without({*gone, *(path for path in now.values if path not in self._noted.values)})
         self._look = FastLook([self])
 
@@ -129,7 +130,7 @@ class Attributes:
         Args:
             callables: what they hold is noted too: the object of a method, the variables of a closure.
         """
-        return Attributes(self._modules, callables=callables)
+        return Attributes(self._modules, callables=callables, places=self._places)
 
     def places(self) -> Iterator[tuple[Any, Any, Any]]:
         """Owner, key and noted value: of dicts, attributes and slots, and of lists by position."""
@@ -158,7 +159,7 @@ class Attributes:
         now = self._walked()
         if self._callables:
             self._refuse_collected(now, where)
-        drawn = [path for path, generator, state in self._noted.generators if _state_of(generator) != state]
+        drawn = [path for path, generator, state in self._noted.generators if state_of(generator) != state]
         if drawn:
             raise CaptureError(
                 f"each run draws host randomness from {', '.join(drawn)}; a replay runs no Python, and would go on "
@@ -173,14 +174,21 @@ class Attributes:
                 where=where,
                 fix="keep it in a buffer and update that in place, or change it outside of the captured module",
             )
-        storages = {_storage_of(tensor) for tensor in used} - {None}
+        storages = {storage_of(tensor) for tensor in used} - {None}
         carried = [
             path
             for path, value in self._noted.values.items()
             if isinstance(value, Tensor)
             and now.values.get(path) is not value
-            and _storage_of(value) in storages
-            and _storage_of(now.values.get(path)) != _storage_of(value)
+            and storage_of(value) in storages
+            and storage_of(now.values.get(path)) != storage_of(value)
+        ]
+        carried += [
+            path
+            for path, owner, before in self._noted.sequences[self._noted.num_strict :]
+            if isinstance(owner, list | deque)
+            and len(owner) != len(before)
+            and any(isinstance(each, Tensor) and storage_of(each) in storages for each in before)
         ]
         if carried:
             raise CaptureError(
@@ -189,7 +197,7 @@ class Attributes:
                 where=where,
                 fix="keep it in a buffer and write into that (copy_)",
             )
-        computed = {_join(path, name) for path, module in self._modules for name in _set_by_hooks(module)}
+        computed = {join(path, name) for path, module in self._modules for name in _set_by_hooks(module)}
         left = [
             path
             for path, value in now.values.items()
@@ -265,7 +273,7 @@ class FastLook:
             and (not self._elements or all_same(self._elements, chain.from_iterable(self._sequences)))
             and (
                 not self._slot_values
-                or all_same(self._slot_values, map(getattr, self._slot_owners, self._slot_names, repeat(_GONE)))
+                or all_same(self._slot_values, map(getattr, self._slot_owners, self._slot_names, repeat(GONE)))
             )
         )
 
@@ -284,13 +292,15 @@ class _Noted:
     """Those of modules and objects too, each with its keys."""
     sequences: list[tuple[str, Any, tuple[Any, ...]]] = field(default_factory=list)
     """Lists, deques and sets, each with what is in it."""
+    num_strict: int = 0
+    """How many of them, from the first, are of modules: a run that fills others may fill them once, as caches are."""
     large: list[tuple[str, Any, int]] = field(default_factory=list)
     generators: list[tuple[str, Any, Any]] = field(default_factory=list)
 
     def changed(self) -> list[str]:
         """The paths of what is not as it was."""
-        found = [path for path, owner, key, value in self.entries if not _is_same(owner.get(key, _GONE), value)]
-        found += [p for p, owner, name, value in self.slots if not _is_same(getattr(owner, name, _GONE), value)]
+        found = [path for path, owner, key, value in self.entries if not _is_same(owner.get(key, GONE), value)]
+        found += [p for p, owner, name, value in self.slots if not _is_same(getattr(owner, name, GONE), value)]
         found += [path for path, owner, size in self.large if len(owner) != size]
         for path, owner, before in self.sequences:
             if isinstance(owner, set) or len(owner) != len(before):
@@ -300,19 +310,19 @@ class _Noted:
                 found += [f"{path}[{index}]" for index, (now, then) in pairs if not _is_same(now, then)]
         for path, owner, keys in self.dicts:
             if len(owner) != len(keys):
-                found += [_join(path, _named(key)) for key in owner.keys() - set(keys)]
+                found += [join(path, key_name(key)) for key in owner.keys() - set(keys)]
         return found
 
     def counted(self, now: _Noted) -> Iterator[str]:
         """Numbers, texts and flags that are no longer as they were, and what is kept in another way, in words."""
         for path, value in self.values.items():
-            after = now.values.get(path, _GONE)
-            if isinstance(value, _PLAIN) and after is not _GONE and not _is_same(after, value):
+            after = now.values.get(path, GONE)
+            if isinstance(value, PLAIN) and after is not GONE and not _is_same(after, value):
                 yield f"{path} ({value!r} before, {after!r} after)"
         for path, size in self.sizes.items():
             if now.sizes.get(path, size) != size:
                 yield f"{path} ({size} entries before, {now.sizes[path]} after)"
-        for path, owner, before in self.sequences:
+        for path, owner, before in self.sequences[: self.num_strict]:
             if len(owner) != len(before):
                 continue
             is_moved = list(map(id, owner)) != list(map(id, before))
@@ -329,20 +339,20 @@ class _Noted:
             for key in owner.keys() - set(keys):
                 del owner[key]
         for _, owner, key, value in self.entries:
-            if owner.get(key, _GONE) is not value:
+            if owner.get(key, GONE) is not value:
                 owner[key] = value
         for _, owner, name, value in self.slots:
-            if value is _GONE and hasattr(owner, name):
+            if value is GONE and hasattr(owner, name):
                 object.__delattr__(owner, name)
-            elif getattr(owner, name, _GONE) is not value:
-                object.__setattr__(owner, name, value)
+            elif getattr(owner, name, GONE) is not value:
+                (type if isinstance(owner, type) else object).__setattr__(owner, name, value)
         for _, owner, before in self.sequences:
             if list(map(id, owner)) != list(map(id, before)):
                 owner.clear()
                 (owner.update if isinstance(owner, set) else owner.extend)(before)
         for _, generator, state in self.generators:
-            if _state_of(generator) != state:
-                _set_state(generator, state)
+            if state_of(generator) != state:
+                set_state(generator, state)
 
     def without(self, paths: set[str]) -> _Noted:
         """All but these and what lies in them."""
@@ -358,6 +368,7 @@ class _Noted:
             slots=list(filter(keeps, self.slots)),
             dicts=list(filter(keeps, self.dicts)),
             sequences=[each for each in self.sequences if keeps(each) and not _holds_any(each, paths)],
+            num_strict=sum(map(keeps, self.sequences[: self.num_strict])),
             large=list(filter(keeps, self.large)),
             generators=list(filter(keeps, self.generators)),
         )
@@ -369,7 +380,7 @@ def _holds_any(sequence: tuple[str, Any, tuple[Any, ...]], paths: set[str]) -> b
     return any(f"{path}[{index}]" in paths for index in range(len(elements)))
 
 
-def _walk(modules: Iterable[Named], callables: Iterable[tuple[str, Any]] = ()) -> _Noted:
+def _walk(modules: Iterable[Named], callables: Iterable[tuple[str, Any]] = (), places: Iterable[Place] = ()) -> _Noted:
     """Note everything, the nearest first, and each object once."""
     modules = list(modules)
     found = _Noted()
@@ -384,11 +395,30 @@ def _walk(modules: Iterable[Named], callables: Iterable[tuple[str, Any]] = ()) -
         found.slots += held.cells
         level += held.values
         level += [each for place, owner in held.dicts for each in _note_dict(found, place, owner)]
+    _descend(found, level, seen, own)
+    found.num_strict = len(found.sequences)
+    sizes = dict(found.sizes)
+    level = []
+    for place in places:
+        value = place.value()
+        kind = found.entries if isinstance(place.owner, dict) else found.slots
+        kind.append((place.path, place.owner, place.key, value))
+        if place.is_whole:
+            level.append((place.path, value))
+        else:
+            found.values[place.path] = value
+    _descend(found, level, seen, own)
+    found.sizes = sizes
+    return found
+
+
+def _descend(found: _Noted, level: list[tuple[str, Any]], seen: set[int], own: frozenset[str]) -> None:
+    """Note some values and what lies in them."""
     for depth in range(_DEPTH + 1):
         below: list[tuple[str, Any]] = []
         for path, value in level:
             found.values[path] = value
-            if value is None or isinstance(value, (*_PLAIN, Tensor)) or id(value) in seen:
+            if value is None or isinstance(value, (*PLAIN, Tensor)) or id(value) in seen:
                 continue
             if isinstance(value, (*_SEQUENCES, dict)):
                 found.sizes[path] = len(value)
@@ -396,7 +426,6 @@ def _walk(modules: Iterable[Named], callables: Iterable[tuple[str, Any]] = ()) -
                 seen.add(id(value))
                 below += _look_into(found, path, value, own)
         level = below
-    return found
 
 
 def _look_into(found: _Noted, path: str, value: Any, own: frozenset[str]) -> list[tuple[str, Any]]:
@@ -413,7 +442,7 @@ def _look_into(found: _Noted, path: str, value: Any, own: frozenset[str]) -> lis
         return [] if isinstance(value, set | frozenset) else [(f"{path}[{i}]", each) for i, each in enumerate(value)]
     if isinstance(value, nn.Module):
         return _note_dict(found, path, value.__dict__, own - {"training"})
-    state = _state_of(value)
+    state = state_of(value)
     if state is not None:
         found.generators.append((path, value, state))
         return []
@@ -422,9 +451,9 @@ def _look_into(found: _Noted, path: str, value: Any, own: frozenset[str]) -> lis
 
 def _look_into_object(found: _Noted, path: str, value: Any) -> list[tuple[str, Any]]:
     kind = type(value)
-    if kind.__module__.partition(".")[0] in _OF_LIBRARIES or isinstance(value, type | ModuleType | Enum):
+    if kind.__module__.partition(".")[0] in OF_LIBRARIES or isinstance(value, type | ModuleType | Enum):
         return []
-    if callable(value):
+    if isinstance(value, Optimizer | LRScheduler):
         return []
     inside: list[tuple[str, Any]] = []
     if isinstance(getattr(value, "__dict__", None), dict):
@@ -432,9 +461,9 @@ def _look_into_object(found: _Noted, path: str, value: Any) -> list[tuple[str, A
     for base in kind.__mro__:
         for name, member in vars(base).items():
             if isinstance(member, MemberDescriptorType):
-                each = getattr(value, name, _GONE)
-                found.slots.append((_join(path, name), value, name, each))
-                inside.append((_join(path, name), each))
+                each = getattr(value, name, GONE)
+                found.slots.append((join(path, name), value, name, each))
+                inside.append((join(path, name), each))
     return inside
 
 
@@ -442,44 +471,15 @@ def _note_dict(
     found: _Noted, path: str, owner: dict[Any, Any], left_out: frozenset[str] = frozenset()
 ) -> list[tuple[str, Any]]:
     found.dicts.append((path, owner, tuple(owner)))
-    noted = [(_join(path, _named(key)), owner, key, value) for key, value in owner.items() if key not in left_out]
+    noted = [(join(path, key_name(key)), owner, key, value) for key, value in owner.items() if key not in left_out]
     found.entries += noted
     return [(entry[0], entry[-1]) for entry in noted]
-
-
-def _state_of(generator: Any) -> Any:
-    """State of a generator of random numbers on the host, to compare; ``None`` for anything else."""
-    if isinstance(generator, random.Random) and not isinstance(generator, random.SystemRandom):
-        return generator.getstate()
-    if isinstance(generator, np.random.RandomState):
-        return pickle.dumps(generator.get_state(legacy=False))
-    if isinstance(generator, np.random.Generator):
-        return pickle.dumps(generator.bit_generator.state)
-    return None
-
-
-def _set_state(generator: Any, state: Any) -> None:
-    if isinstance(generator, random.Random):
-        generator.setstate(state)
-    elif isinstance(generator, np.random.RandomState):
-        generator.set_state(pickle.loads(state))
-    else:
-        generator.bit_generator.state = pickle.loads(state)
 
 
 def _set_by_hooks(module: nn.Module) -> Iterator[str]:
     """Attributes that a hook of the module computes for its own forward, as weight_norm and pruning do."""
     for hook in module._forward_pre_hooks.values():
         yield from (str(getattr(hook, name)) for name in ("name", "_tensor_name") if hasattr(hook, name))
-
-
-def _storage_of(value: Any) -> int | None:
-    if not isinstance(value, Tensor):
-        return None
-    try:
-        return torch_private.storage_key(value)
-    except (NotImplementedError, RuntimeError):  # Sparse: it has none.
-        return None
 
 
 def _is_same(mine: Any, theirs: Any) -> bool:
@@ -489,17 +489,4 @@ def _is_same(mine: Any, theirs: Any) -> bool:
         return False
     if isinstance(mine, tuple):
         return len(mine) == len(theirs) and all(map(_is_same, mine, theirs))
-    return isinstance(mine, _PLAIN) and bool(mine == theirs)
-
-
-def _named(key: Any) -> str:
-    """A key as a part of a path. Never looks at tensors."""
-    if isinstance(key, str):
-        return key
-    parts = key if isinstance(key, tuple) else (key,)
-    is_plain = all(part is None or isinstance(part, _PLAIN) for part in parts)
-    return f"[{key!r}]" if is_plain else f"[{type(key).__name__} {id(key)}]"
-
-
-def _join(path: str, name: str) -> str:
-    return path + name if name.startswith("[") else f"{path}.{name}" if path else name
+    return isinstance(mine, PLAIN) and bool(mine == theirs)

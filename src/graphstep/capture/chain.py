@@ -53,7 +53,7 @@ class Chain:
         return len(second.inputs) - len(second.in_place) - len(self.handover) > 0
 
     _look: QuickLook | None = None
-    _read: dict[int, Sequence[ReadAhead]] = field(default_factory=dict)
+    _read: dict[int, ReadAhead | None] = field(default_factory=dict)
 
     def has_hooks(self, pairs: Sequence[GraphPair]) -> bool:
         """True if a parameter of these may have a hook on its gradient."""
@@ -86,14 +86,14 @@ class Chain:
             stop += 1
         return self.pairs[index:stop]
 
-    def read_ahead(self, index: int) -> Sequence[ReadAhead]:
-        """What the pairs read that the forward half of ``index`` launches, itself first; empty if no other one."""
-        following = index + 1
-        if following == len(self.pairs) or self.pairs[index].forward is None:
-            return ()
-        if self.pairs[following].forward is not None:
-            return ()
-        found = self._read.get(index)
-        if found is None:
-            found = self._read[index] = list(map(ReadAhead, self.graph_at(index)))
+    def read_ahead(self, index: int) -> ReadAhead | None:
+        """What the pairs read that the forward half of ``index`` launches, itself first.
+
+        ``None`` where nobody asks: if it launches itself alone, and is never computed again for its backward.
+        """
+        if index in self._read:
+            return self._read[index]
+        graph = self.graph_at(index)
+        is_asked = len(graph) > 1 or (graph[0].runs_again and sum(graph[0].differentiable) > 1)
+        found = self._read[index] = ReadAhead(graph) if is_asked else None
         return found

@@ -19,12 +19,13 @@ from graphstep.capture.chain import Chain
 from graphstep.capture.graph_pair import GraphPair
 from graphstep.capture.kept_state import KeptState
 from graphstep.capture.lanes import Span
-from graphstep.capture.merged_backward import by_graph, handed_over, is_partial, recomputed
+from graphstep.capture.merged_backward import by_graph, handed_over, is_partial, recomputed, refuse_other_state
 from graphstep.capture.pending import Pending
 from graphstep.capture.read_ahead import ReadAhead
 from graphstep.engine import torch_private
 from graphstep.errors import LifecycleError
 
+_is_inference: Final = Tensor.is_inference
 _wants_gradient: Final = attrgetter("requires_grad")
 
 
@@ -57,10 +58,11 @@ class ChainRun:
         self._on_close = on_close
         self._versions: list[list[int]] = []
         """Of the results handed out, to see whether somebody wrote into them."""
-        self._read: list[tuple[Tensor, int]] = []
-        """Results of other runs that the backward half of the first pair reads, with their versions."""
-        self.read: dict[int, tuple[ReadAhead, list[int]]] = {}
-        """By index of a pair in a graph of several: what it reads, and the versions at the launch."""
+        self._read: list[tuple[Tensor, int, bool]] = []
+        """Results of other runs that the first pair reads, with their versions, and whether its backward half does."""
+        self._launched: dict[int, tuple[ReadAhead, list[int]]] = {}
+        """By index of the first pair in a graph of several: what they read, and the versions at the launch."""
+        self._latest_launched = first
         self._ahead: list[KeptState] = []
         """What has been written by pairs that were launched and are still to be called, in order."""
         self.num_landmarks = 0
@@ -107,14 +109,15 @@ class ChainRun:
         leaves = (*wanted, *pair.exposed, *reached, chain.anchor)
         flat: tuple[Tensor, ...] = Replay.apply(self, stop, loaded or tensors, *leaves)  # type: ignore[no-untyped-call]
         self._note(first, pair)
-        self._read = [(pair.inputs[position], pair.inputs[position]._version) for position in pair.saved_inputs]
+        self._read = [(pair.inputs[n], pair.inputs[n]._version, n in pair.saved_inputs) for n in pair.chained]
         handles: list[list[Tensor]] = []
         position = 0
         for each in chain.pairs[first:stop]:
             handles.append(list(flat[position : position + len(each.outputs)]))
             position += len(each.outputs)
-        result = pair.result_of(handles[0])
-        if stop > first + 1:
+        result = pair.form.of(handles[0])
+        # Nobody can tell whether tensors of inference mode are as before: then each pair is called by itself.
+        if stop > first + 1 and not any(map(_is_inference, tensors)):
             Pending(self, handles, arguments, named, ambient).arm()
         return result
 
@@ -125,7 +128,8 @@ class ChainRun:
         if pair.forward is None and pair.kept is not None:
             del self._ahead[0]
         pair.launch_forward()
-        self._note_launch(index)
+        if pair.forward is not None:
+            self._note_launch(index)
         self._note(index, pair)
 
     def _note(self, index: int, pair: GraphPair) -> None:
@@ -137,13 +141,13 @@ class ChainRun:
         pair.stats.num_replays += 1
 
     def _note_launch(self, index: int) -> None:
-        reads = self.chain.read_ahead(index)
-        if not reads:
+        read = self.chain.read_ahead(index)
+        if read is None:
             return
-        for place, read in enumerate(reads, index):
-            self.read[place] = read, read.versions()
-        self._ahead = [read.kept for read in reads[1:] if read.kept is not None]
-        if self._ahead:
+        self._launched[index] = read, read.versions()
+        self._latest_launched = index
+        if read.kept:
+            self._ahead = list(read.kept)
             for kept in self._ahead:
                 kept.note()
             self.chain.pairs[index].session.ahead = weakref.ref(self)
@@ -157,6 +161,16 @@ class ChainRun:
         ahead, self._ahead = self._ahead, []
         for kept in reversed(ahead):
             kept.undo()
+
+    def read_ahead(self, index: int) -> tuple[ReadAhead, int, list[int]] | None:
+        """For the next pair: if it was launched with one before it, what it reads, its place there and the versions."""
+        found = self._launched.get(self._latest_launched) if self.chain.pairs[index].forward is None else None
+        return None if found is None else (found[0], index - self._latest_launched, found[1])
+
+    def _is_as_in_forward(self, start: int, index: int) -> bool:
+        """True unless what a pair reads was written since the launch of the graph that begins with ``start``."""
+        found = self._launched.get(start)
+        return found is None or found[0].is_as_in_forward(index - start, found[1])
 
     def forward(self, stop: int, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Load the arguments, run the first forward half, and give a tensor for every result up to ``stop``."""
@@ -199,15 +213,7 @@ class ChainRun:
                 where=where,
                 fix="run the backward of every forward before close() or the end of the `with` block",
             )
-        if torch.is_grad_enabled():
-            # Gradients that a replay gives have no history: a loss that is made of them would lose a part in silence.
-            raise LifecycleError(
-                "a backward that can be differentiated again was asked for (create_graph=True), and a captured "
-                "backward gives no second derivatives",
-                where=where,
-                fix="leave this module out of the captured ones; or call backward without create_graph, if its "
-                "gradients are not differentiated",
-            )
+        refuse_second_derivatives(where)
         if self._has_run:
             raise LifecycleError(
                 "the backward of this call has run already, and the memory of its forward is used again",
@@ -304,7 +310,7 @@ class ChainRun:
             if pair.versions() != versions:
                 handed = [output for _, output in self.chain.handover] if pair is not pairs[-1] else ()
                 _refuse_if_spoilt(pair, versions, handed)
-        if any(tensor._version != version for tensor, version in self._read):
+        if any(is_saved and tensor._version != version for tensor, version, is_saved in self._read):
             raise LifecycleError(
                 "an argument was changed in place, and the backward needs it as it was",
                 where=pairs[0].region.name,
@@ -318,14 +324,10 @@ class ChainRun:
         """What is computed again must read what it has read in the forward."""
         for start, stop in graphs:
             for index in range(self.first + start, self.first + stop) if start in again else ():
-                read, versions = self.read.get(index, (None, []))
-                if read is not None and not read.is_as_in_forward(versions):
-                    raise LifecycleError(
-                        "a weight or buffer was written between the forward and the backward of a graph of several "
-                        "layers that was used in part, so that it cannot be computed again",
-                        where=self.chain.pairs[index].region.name,
-                        fix="launch each layer by itself: --cuda-graph-merge-layers 1 (merge_layers=1)",
-                    )
+                is_first = index == self.first
+                has_other = is_first and any(tensor._version != version for tensor, version, _ in self._read)
+                is_same = not has_other and self._is_as_in_forward(self.first + start, index)
+                refuse_other_state(self.chain.pairs[index], has_other=not is_same)
 
     def _done(self) -> tuple[GraphPair, ...]:
         return self.chain.pairs[self.first : self.latest + 1]
@@ -343,6 +345,24 @@ class ChainRun:
 
     def __del__(self) -> None:
         self.close()
+
+
+def refuse_second_derivatives(where: str) -> None:
+    """Refuse a backward under ``create_graph=True``.
+
+    Gradients that a replay gives have no history: a loss that is made of them would lose a part in silence.
+
+    Raises:
+        LifecycleError: second derivatives are wanted.
+    """
+    if torch.is_grad_enabled():
+        raise LifecycleError(
+            "a backward that can be differentiated again was asked for (create_graph=True), and a captured "
+            "backward gives no second derivatives",
+            where=where,
+            fix="leave this module out of the captured ones; or call backward without create_graph, if its "
+            "gradients are not differentiated",
+        )
 
 
 def _computed_again(

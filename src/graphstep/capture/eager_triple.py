@@ -1,4 +1,4 @@
-"""An eager call whose weight gradients are computed apart from its backward, where no graph can be replayed."""
+"""An eager call whose weight gradients are accumulated apart from its backward, where no graph can be replayed."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from graphstep.capture.chain_run import refuse_second_derivatives
 from graphstep.capture.gradients import hooks_off, leaves_reached
 from graphstep.capture.split_backward import SplitBackward
 from graphstep.capture.tree import flatten, unflatten
@@ -19,26 +19,27 @@ from graphstep.errors import LifecycleError
 class EagerTriple:
     """Stands in for a :class:`graphstep.capture.triple_run.TripleRun`.
 
+    Its backward computes everything, and the weight gradients are kept until their turn. Nothing is known of what the
+    function does now: a pass in two parts would run hooks on activations twice, and compute checkpoints again.
+
     Args:
         function: what runs.
+        where: its name.
         on_close: called once when the run is over, or when its backward will not come.
         before_backward: called before the backward; refuses it by an error.
         on_wait: called with this object when the backward is done, and has to keep it.
-        is_undivided: see :class:`graphstep.capture.split_backward.SplitBackward`.
     """
 
     def __init__(
         self,
         function: Callable[..., Any],
+        where: str,
         on_close: Callable[[], None],
         before_backward: Callable[[], None],
         on_wait: Callable[[WaitingRun], None],
-        *,
-        is_undivided: bool,
     ) -> None:
-        self._function = function
+        self._function, self._where = function, where
         self._on_close, self._before_backward, self._on_wait = on_close, before_backward, on_wait
-        self._is_undivided = is_undivided
         self._is_open = True
         self._inputs: dict[int, Tensor] = {}
         """By identity of the argument: a leaf with its values."""
@@ -70,12 +71,15 @@ class EagerTriple:
         """Gradients of the arguments that want one.
 
         Raises:
-            LifecycleError: it has run before.
+            LifecycleError: it has run before, or second derivatives are wanted.
             PlanError: it is not its turn.
         """
+        refuse_second_derivatives(self._where)
         if self._split is not None or not self._is_open:
             raise LifecycleError(
-                "the backward of this call has run already", fix="add up the losses and call backward once"
+                "the backward of this call has run already",
+                where=self._where,
+                fix="add up the losses and call backward once",
             )
         self._before_backward()
         used = [(o, g) for o, g in zip(self._outputs, gradients, strict=True) if g is not None and o.requires_grad]
@@ -87,7 +91,7 @@ class EagerTriple:
             [gradient for _, gradient in used],
             inputs,
             self._leaves,
-            is_undivided=self._is_undivided,
+            is_undivided=True,
         )
         with hooks_off(self._leaves):
             found = self._split.input_gradients()
@@ -132,7 +136,6 @@ class _Eager(torch.autograd.Function):
         return outputs
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         """Gradients of the arguments."""
         run: EagerTriple = ctx.run

@@ -43,11 +43,14 @@ class FastCheck:
 
     def holds(self) -> bool:
         """True if nothing has changed. Cost: about 0.15 microseconds a tensor."""
+        return self.is_in_place() and self._layouts_hold()
+
+    def is_in_place(self) -> bool:
+        """True if the same tensors are there, with the same memory. Cost: about 0.1 microseconds a tensor."""
         return (
             not any(self._empty)
             and all_same(self._contents, self._all_contents())
             and list(map(Tensor.data_ptr, self._tensors)) == self._addresses
-            and self._layouts_hold()
         )
 
     def _layouts_hold(self) -> bool:

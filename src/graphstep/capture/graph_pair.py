@@ -15,11 +15,17 @@ from graphstep.capture.holders import Holders
 from graphstep.capture.kept_state import KeptState
 from graphstep.capture.lanes import Lane
 from graphstep.capture.left_tensors import LeftTensors
-from graphstep.capture.observe import Observation
+from graphstep.capture.observe import Observation, training_flags_set
 from graphstep.capture.parameter_aliases import ParameterAliases
 from graphstep.capture.region import Region
 from graphstep.capture.report import RegionStats
-from graphstep.capture.results import not_reached, parameters_behind, share_memory, with_memory_of_its_own
+from graphstep.capture.results import (
+    ResultForm,
+    not_reached,
+    parameters_behind,
+    share_memory,
+    with_memory_of_its_own,
+)
 from graphstep.capture.saved_tensors import (
     CreatedStorages,
     SavedTensors,
@@ -103,7 +109,6 @@ class GraphPair:
         """Callers get copies of the results, and may keep them."""
         self.owner: object = None
         """Whoever replays it; for their use."""
-        self._returns_plain_tuple = False
         self.takes_all_gradients = False
         """Every result has a place for its gradient."""
         self._reached: list[set[int]] = []
@@ -116,7 +121,7 @@ class GraphPair:
         """Outputs of which a write into one changes another one, and autograd would not know."""
         self._is_own: list[bool] = []
         """For each output, whether the recording made its memory; known where it is poisoned."""
-        self.result_structure: Any = None
+        self.form = ResultForm(())
         self.differentiable: tuple[bool, ...] = ()
         """For each output, whether it has a gradient."""
         self.forward: Recording | None = None
@@ -182,14 +187,11 @@ class GraphPair:
 
     def _run_forward(self) -> Any:
         self._bind_chained()
-        if self.poisons:
-            with self._saved.noted():
-                result = self._call(self.inputs)
-        else:
+        with self._saved.noted() if self.poisons else nullcontext():
             result = self._call(self.inputs)
         owned = [p for module in self.region.modules for p in module._parameters.values() if p is not None]
         result = with_memory_of_its_own(result, [*self.inputs, *owned])
-        self.outputs, self.result_structure = flatten(result)
+        self.outputs, self.form = flatten(result)[0], ResultForm(result)
         if len(self.outputs) > 1 and not self._observation.saves_by_hooks:
             self._reached = parameters_behind(self.outputs, self._aliases)
         # Looking at what was saved would start a recompute.
@@ -198,7 +200,6 @@ class GraphPair:
         self._is_saved = [saved is None or torch_private.storage_key(output) in saved for output in self.outputs]
         self.shared_results = share_memory(self.outputs)
         self._is_own = [output in self._saved.created for output in self.outputs]
-        self._returns_plain_tuple = type(result) is tuple and all(isinstance(item, Tensor) for item in result)
         return result
 
     def not_reached_from(self, given: Sequence[Tensor | None], following: GraphPair | None) -> list[Tensor]:
@@ -323,10 +324,6 @@ class GraphPair:
             self._holders = Holders(self.outputs)
         return self._holders
 
-    def result_of(self, outputs: Sequence[Tensor]) -> Any:
-        """The region's result with these tensors in it."""
-        return tuple(outputs) if self._returns_plain_tuple else unflatten(self.result_structure, outputs)
-
     def lost_tensors(self) -> list[str]:
         """Tensors that the recordings read and whose owner has let go of them, in words; for debugging."""
         return [f"{text}, read by {self.region.name}" for text in self._observation.lost_tensors(self._known)]
@@ -369,7 +366,8 @@ class GraphPair:
 
     def recompute(self, inputs: Sequence[Tensor]) -> list[Tensor]:
         """Run the region eagerly on its static inputs, or on what another one made; returns its outputs, flat."""
-        with self.left.put_back(), self.kept.put_back() if self.kept is not None else nullcontext():
+        kept = self.kept.put_back() if self.kept is not None else nullcontext()
+        with self.left.put_back(), training_flags_set(self.region.modules, self.signature.training), kept:
             return flatten(self._call(inputs))[0]
 
     def load_output_gradients(self, gradients: Sequence[Tensor | None], *, is_chained: bool) -> None:

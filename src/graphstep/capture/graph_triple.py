@@ -81,8 +81,8 @@ class GraphTriple(GraphPair):
         if self.has_static_gradient:
             capture_backwards([self], grad_outputs)
             return
-        self.grad_outputs = list(grad_outputs)
-        self.takes_all_gradients = all(gradient is not None for gradient in grad_outputs)
+        self.grad_outputs = self.form.without_repeated(grad_outputs)
+        self.takes_all_gradients = all(gradient is not None for gradient in self.grad_outputs)
         self._run_backward()
         self._is_backward_captured = True
         if self.forward is not None:

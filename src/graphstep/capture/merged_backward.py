@@ -11,6 +11,7 @@ from torch import Tensor
 from graphstep.capture.gradients import hooks_off
 from graphstep.capture.graph_pair import GraphPair
 from graphstep.engine import torch_private
+from graphstep.errors import LifecycleError
 
 
 def by_graph(pairs: Sequence[GraphPair]) -> list[tuple[int, int]]:
@@ -35,6 +36,29 @@ def is_partial(graph: Sequence[GraphPair], given: Sequence[Sequence[Tensor | Non
         or (not is_chained and last.misses_some(given[-1]))
         or last.gets_unknown(given[-1])
     )
+
+
+def refuse_other_state(pair: GraphPair, *, has_other: bool) -> None:
+    """Refuse to compute a pair again that would not compute what it has computed in the forward.
+
+    Args:
+        pair: in flight.
+        has_other: a tensor that it reads has been written since.
+
+    Raises:
+        LifecycleError: that, or an attribute or hook of its modules has changed.
+    """
+    attributes = pair.left.attributes
+    changed = attributes.changed() if attributes is not None else []
+    if has_other or changed:
+        what = f"{changed[0]} was changed" if changed else "a weight, buffer or argument was written"
+        raise LifecycleError(
+            f"{what} between the forward and the backward of a graph that was used in part, so that it cannot be "
+            "computed again",
+            where=pair.region.name,
+            fix="change it after the backward; or use results as in the first step, and launch each layer by itself: "
+            "--cuda-graph-merge-layers 1 (merge_layers=1)",
+        )
 
 
 def recomputed(

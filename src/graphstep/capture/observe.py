@@ -162,6 +162,15 @@ def generators_kept(device: torch.device) -> Iterator[Callable[[], bool]]:
 
 
 @contextmanager
+def training_flags_set(modules: Sequence[nn.Module], flags: Sequence[bool]) -> Iterator[None]:
+    """Give the ``training`` flags these values for the body; all that are not named keep theirs."""
+    with training_flags_kept(modules):
+        for module, flag in zip(modules, flags, strict=False):
+            module.training = flag
+        yield
+
+
+@contextmanager
 def training_flags_kept(modules: Sequence[nn.Module]) -> Iterator[None]:
     """Put the ``training`` flags back after the body, module by module."""
     flags = [(module, module.training) for module in modules]

@@ -68,7 +68,7 @@ def capture_backwards(pairs: Sequence[GraphPair], grad_outputs: Sequence[Tensor 
         raise LifecycleError("the forward half is not captured yet", where=last.region.name)
     if any(pair._is_backward_captured for pair in pairs):
         raise LifecycleError("the backward half is captured already", where=last.region.name)
-    last.grad_outputs = list(grad_outputs)
+    last.grad_outputs = last.form.without_repeated(grad_outputs)
 
     def run() -> list[Any]:
         results: list[Any] = []
@@ -81,7 +81,7 @@ def capture_backwards(pairs: Sequence[GraphPair], grad_outputs: Sequence[Tensor 
                     found = pair.grad_inputs[position]
                     if before.differentiable[output] and position not in repeated:
                         given[output] = torch.zeros_like(before.outputs[output]) if found is None else found
-                before.grad_outputs = given
+                before.grad_outputs = before.form.without_repeated(given)
         return results
 
     observation = Observation.joined(pair._observation for pair in pairs)

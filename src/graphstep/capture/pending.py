@@ -49,8 +49,8 @@ class Pending:
         self.trainable: tuple[bool, ...] = ()
         """Which of its parameters wanted a gradient then."""
         self._expected: list[tuple[Place, weakref.ref[Tensor], int]] = []
-        self._read: tuple[ReadAhead, list[int]] | None = None
-        """What the next call reads if its pair has run already, and the versions at its launch."""
+        self._read: tuple[ReadAhead, int, list[int]] | None = None
+        """If the next pair has run already: what its graph reads, its place there and the versions at the launch."""
         self._receiver: Receiver | None = None
 
     def arm(self) -> None:
@@ -65,7 +65,7 @@ class Pending:
         self._next += 1
         index = run.latest + 1
         self.pair = run.chain.pairs[index]
-        self._read = run.read.get(index) if self.pair.forward is None else None
+        self._read = run.read_ahead(index)
         self.training, self.trainable = self.pair.signature.training, self.pair.signature.trainable
         self._receiver = run.chain.receivers[index]
         self._receiver.pending = self
@@ -79,7 +79,10 @@ class Pending:
 
     def has_run_on_old(self) -> bool:
         """True if the next pair has run already, and what it reads was written since."""
-        return self._read is not None and self._read[0].versions() != self._read[1]
+        if self._read is None:
+            return False
+        read, place, versions = self._read
+        return read.has_changed(place, versions)
 
     def _has_results(self, arguments: tuple[Any, ...], named: dict[str, Any]) -> bool:
         for place, expected, version in self._expected:
@@ -112,7 +115,7 @@ class Pending:
         results = self._handles[self._next]
         if run.copied:
             run.fill(run.latest, results)
-        result = pair.result_of(results)
+        result = pair.form.of(results)
         if self._next + 1 < len(self._handles):
             self.arm()
         else:

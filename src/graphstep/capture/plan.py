@@ -189,6 +189,8 @@ class PlanObserver:
             return
         busy.discard(slot)
         event = Event(variant, slot, Phase.FORWARD)
+        if event not in self.plan.events:
+            return  # The plan was taken meanwhile.
         position = len(self.plan.events) - 1 - self.plan.events[::-1].index(event)
         del self.plan.events[position]
         if event not in self.plan.events:

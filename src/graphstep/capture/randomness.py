@@ -65,3 +65,24 @@ class NoRandomness(torch_private.DispatchMode):
                 "full_iteration",
             )
         return func(*args, **(kwargs or {}))
+
+
+def state_of(generator: Any) -> Any:
+    """State of a generator of random numbers on the host, to compare; ``None`` for anything else."""
+    if isinstance(generator, random.Random) and not isinstance(generator, random.SystemRandom):
+        return generator.getstate()
+    if isinstance(generator, np.random.RandomState):
+        return pickle.dumps(generator.get_state(legacy=False))
+    if isinstance(generator, np.random.Generator):
+        return pickle.dumps(generator.bit_generator.state)
+    return None
+
+
+def set_state(generator: Any, state: Any) -> None:
+    """Give such a generator the state that :func:`state_of` told."""
+    if isinstance(generator, random.Random):
+        generator.setstate(state)
+    elif isinstance(generator, np.random.RandomState):
+        generator.set_state(pickle.loads(state))
+    else:
+        generator.bit_generator.state = pickle.loads(state)

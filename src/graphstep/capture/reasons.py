@@ -110,7 +110,8 @@ class EagerReason(StrEnum):
     )
     TOO_MANY_SIGNATURES = (
         "more signatures than allowed",
-        "Pad to fewer shapes (buckets), or raise max_signatures if there is memory for more graphs.",
+        "Pad to fewer shapes (buckets), or raise max_signatures (of a whole step: max_graphs) if there is memory for "
+        "more graphs.",
     )
 
     def __new__(cls, text: str, advice: str) -> EagerReason:

@@ -34,6 +34,10 @@ class Region:
         each = (parameter for module in self.modules for parameter in module._parameters.values())
         return [parameter for parameter in each if parameter is not None]
 
+    def containers(self) -> list[dict[str, Any]]:
+        """The dicts in which the modules keep parameters, buffers and submodules."""
+        return [each for module in self.modules for each in (module._parameters, module._buffers, module._modules)]
+
     def tensors(self) -> list[Tensor]:
         """Parameters and buffers of the modules, as they are now."""
         dicts = [contents for module in self.modules for contents in (module._parameters, module._buffers)]

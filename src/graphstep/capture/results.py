@@ -11,8 +11,32 @@ from torch import Tensor
 
 from graphstep.capture.gradients import leaves_reached
 from graphstep.capture.parameter_aliases import ParameterAliases
+from graphstep.capture.signature import repeated_in
 from graphstep.capture.tree import flatten, unflatten
 from graphstep.engine import torch_private
+
+
+class ResultForm:
+    """What a region returns, but for the tensors in it."""
+
+    def __init__(self, result: Any) -> None:
+        tensors, self._structure = flatten(result)
+        self.repeated = dict(repeated_in(tensors))
+        """Positions of tensors that are the same object as an earlier one, each with the position of that one."""
+        self._is_tensor = isinstance(result, Tensor)
+        self._is_plain_tuple = type(result) is tuple and all(isinstance(item, Tensor) for item in result)
+
+    def of(self, tensors: Sequence[Tensor]) -> Any:
+        """The same form with other tensors in it."""
+        if self._is_tensor:
+            return tensors[0]
+        if self.repeated:
+            tensors = [tensors[self.repeated.get(position, position)] for position in range(len(tensors))]
+        return tuple(tensors) if self._is_plain_tuple else unflatten(self._structure, tensors)
+
+    def without_repeated(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Gradients of the results: a tensor that is there several times has one, at its first place."""
+        return [None if position in self.repeated else gradient for position, gradient in enumerate(gradients)]
 
 
 def with_memory_of_its_own(result: Any, foreign: Iterable[Tensor]) -> Any:
@@ -34,8 +58,10 @@ def _copy(tensor: Tensor) -> Tensor:
 
 
 def share_memory(outputs: Sequence[Tensor]) -> set[int]:
-    """Positions of outputs with a gradient that lie in the memory of another one with a gradient."""
-    keys = {n: torch_private.storage_key(output) for n, output in enumerate(outputs) if output.requires_grad}
+    """Positions of outputs with a gradient that lie in the memory of another one, not the same, with a gradient."""
+    again = dict(repeated_in(outputs))
+    differentiable = {n: output for n, output in enumerate(outputs) if output.requires_grad and n not in again}
+    keys = {n: torch_private.storage_key(output) for n, output in differentiable.items()}
     counts = Counter(keys.values())
     return {position for position, key in keys.items() if counts[key] > 1}
 

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from graphstep.capture.ambient import AmbientState
 from graphstep.capture.tree import Node, Value, flatten, step_of, tensor_paths
-from graphstep.engine import torch_private
 from graphstep.errors import InputMismatchError
 
 
@@ -54,50 +53,6 @@ class TensorLayout:
             return ""
         detail = f" stride {self.stride} -> {other.stride}" if names == ["stride"] else ""
         return f"changed {', '.join(names)}: captured {self}, got {other}{detail}"
-
-
-@dataclass(frozen=True, slots=True)
-class AmbientState:
-    """Modes that change what the same call computes."""
-
-    grad_enabled: bool
-    inference_mode: bool
-    autocast: tuple[bool, torch.dtype, bool]
-    """Enabled, dtype, weight cache."""
-    deterministic: bool
-    matmul_precision: str
-    default_dtype: torch.dtype
-    attention_backends: tuple[bool, ...] = ()
-    """Which kernels ``scaled_dot_product_attention`` may use."""
-
-    @classmethod
-    def now(cls, device_type: str) -> AmbientState:
-        """The modes of this thread at this moment."""
-        grad, inference, enabled, dtype, cache, *others = ambient_key(device_type)
-        return cls(grad, inference, (enabled, dtype, cache), *others)
-
-    @property
-    def key(self) -> tuple[Any, ...]:
-        """The same as :func:`ambient_key` gave at that moment."""
-        return (
-            self.grad_enabled,
-            self.inference_mode,
-            *self.autocast,
-            self.deterministic,
-            self.matmul_precision,
-            self.default_dtype,
-            self.attention_backends,
-        )
-
-    @contextmanager
-    def entered(self, device_type: str) -> Iterator[None]:
-        """Run the body under the grad and autocast modes of this state."""
-        enabled, dtype, cache = self.autocast
-        with (
-            torch.set_grad_enabled(self.grad_enabled),
-            torch.autocast(device_type, dtype=dtype, enabled=enabled, cache_enabled=cache),
-        ):
-            yield
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,29 +128,6 @@ def repeated_in(tensors: Sequence[Tensor]) -> tuple[tuple[int, int], ...]:
     first: dict[int, int] = {}
     places = [(position, first.setdefault(id(tensor), position)) for position, tensor in enumerate(tensors)]
     return tuple(place for place in places if place[0] != place[1]) if len(first) < len(tensors) else ()
-
-
-def ambient_key(device_type: str) -> tuple[Any, ...]:
-    """The modes of this thread at this moment, to be compared. Cost: about a microsecond."""
-    return (
-        torch.is_grad_enabled(),
-        torch.is_inference_mode_enabled(),
-        torch.is_autocast_enabled(device_type),
-        torch.get_autocast_dtype(device_type),
-        torch.is_autocast_cache_enabled(),
-        torch.are_deterministic_algorithms_enabled(),
-        _matmul_precision(),
-        torch.get_default_dtype(),
-        torch_private.attention_backends(),
-    )
-
-
-def _matmul_precision() -> str:
-    try:
-        return torch.get_float32_matmul_precision()
-    except RuntimeError:
-        # Set through the newer interface; the older one then refuses to answer.
-        return str(torch.backends.cuda.matmul.fp32_precision)
 
 
 def _not_dense(tensors: Sequence[Tensor], paths: Sequence[str]) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -37,8 +37,16 @@ class StaticInputs:
 
     def versions(self) -> list[int]:
         """Of the static tensors: others than before where something was written into one."""
-        # Those made in inference mode do not count what is written.
-        return [0 if tensor.is_inference() else tensor._version for tensor in self._tensors]
+        return versions_of(self._tensors)
+
+    def copied_out(self, result: Any) -> Any:
+        """What a run returned, with copies of the tensors that lie in these: the next load would overwrite them."""
+        tensors, structure = flatten(result)
+        own = {tensor.untyped_storage().data_ptr() for tensor in self._tensors if tensor.numel()}
+        inside = [tensor.layout is torch.strided and tensor.untyped_storage().data_ptr() in own for tensor in tensors]
+        if not any(inside):
+            return result
+        return unflatten(structure, [t.clone() if is_own else t for t, is_own in zip(tensors, inside, strict=True)])
 
     def load(self, arguments: Any) -> None:
         """Copy the tensors of another call with the same signature into place.
@@ -69,6 +77,11 @@ class StaticInputs:
         if self._host is None or self._host[0] != key:
             self._host = key, HostInputs([target for target, _ in pairs])
         self._host[1].load([source for _, source in pairs])
+
+
+def versions_of(tensors: Iterable[Tensor]) -> list[int]:
+    """Others than before where something was written; those made in inference mode do not count what is written."""
+    return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
 
 
 def _like(tensor: Tensor, device: torch.device) -> Tensor:

@@ -16,6 +16,9 @@ from typing import Any
 
 import numpy as np
 from torch import Tensor
+from torch.amp import GradScaler
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,8 +85,11 @@ def _flatten(value: Any, tensors: list[Tensor], above: frozenset[int]) -> Node |
 
 
 def _has_attributes(value: Any) -> bool:
-    """True for what is no more than its attributes: dataclasses, namespaces and objects that ``copy`` copies so."""
-    if isinstance(value, (type, str, bytes, int, float)) or value is None:
+    """True for what is no more than its attributes: dataclasses, namespaces and objects that ``copy`` copies so.
+
+    A copy of an optimizer would not be the one that the caller has.
+    """
+    if isinstance(value, (type, str, bytes, int, float, Optimizer, LRScheduler, GradScaler)) or value is None:
         return False
     if dataclasses.is_dataclass(value) or isinstance(value, SimpleNamespace):
         return True

@@ -7,7 +7,6 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from graphstep.capture.chain import Chain
 from graphstep.capture.chain_run import ChainRun
@@ -51,7 +50,7 @@ class TripleRun(ChainRun):
         chain: Chain,
         triple: GraphTriple,
         on_close: Callable[[], None],
-        before_backward: Callable[[GraphPair], None],
+        before_backward: Callable[[GraphPair], None] | None,
         on_wait: Callable[[WaitingRun], None],
     ) -> None:
         super().__init__(chain, 0, on_close, before_backward)
@@ -84,6 +83,7 @@ class TripleRun(ChainRun):
         self._unreached = triple.not_reached_from(given, None)
         is_other = triple.gets_unknown(given) or triple.misses_some(given)
         if is_other and triple.is_pure:
+            self._refuse_other_state({0}, [(0, 1)])
             self._again = _Recomputed(triple, given)
             incoming: Sequence[Tensor | None] = self._again.incoming
         elif triple.gets_unknown(given):
@@ -193,7 +193,6 @@ class _Accumulation(torch.autograd.Function):
         return anchor.new_zeros(())
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *_given: Tensor | None) -> tuple[Tensor | None, ...]:
         """The gradients, with no other reference to them, so that autograd need not copy them."""
         found = tuple(ctx.gradients)

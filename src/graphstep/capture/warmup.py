@@ -15,6 +15,7 @@ from graphstep.capture.randomness import NoRandomness
 from graphstep.capture.region import Region
 from graphstep.capture.session import GraphSession
 from graphstep.capture.signature import Signature
+from graphstep.capture.static_inputs import versions_of
 from graphstep.capture.tree import flatten, unflatten
 from graphstep.engine import torch_private
 from graphstep.engine.user_frame import user_line_of
@@ -66,7 +67,7 @@ def warm_up(
 
     def both_halves() -> None:
         torch.clear_autocast_cache()  # The caller may be inside of autocast, and the last run has filled it.
-        versions = [tensor._version for tensor in inputs]
+        versions = versions_of(inputs)
         start = moment()
         try:
             outputs = [output for output in call() if output.requires_grad]
@@ -74,7 +75,7 @@ def warm_up(
             if "leaf Variable that requires grad" not in str(error):
                 raise
             raise _writes_into_arguments(region, str(user_line_of(error) or "")) from error
-        if [tensor._version for tensor in inputs] != versions:
+        if versions_of(inputs) != versions:
             raise _writes_into_arguments(region)
         if reaches_outside(outputs, start):
             raise CaptureError(

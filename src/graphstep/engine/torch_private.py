@@ -21,11 +21,7 @@ from torch.nn.utils import parametrize
 from torch.utils._python_dispatch import TorchDispatchMode
 
 _POST_ACCUMULATE_HOOKS_OF: Final = attrgetter("_post_accumulate_grad_hooks")
-_ATTENTION_BACKENDS: Final[tuple[Callable[[], bool], ...]] = tuple(
-    found
-    for name in ("flash", "mem_efficient", "math", "cudnn")
-    if (found := getattr(torch._C, f"_get_{name}_sdp_enabled", None)) is not None
-)
+Switch = tuple[Callable[[], Any], Callable[..., None]]
 
 
 class DispatchMode(TorchDispatchMode):
@@ -256,9 +252,17 @@ def backward_pass() -> int | None:
     return None if number < 0 else number
 
 
-def attention_backends() -> tuple[bool, ...]:
-    """Which kernels ``scaled_dot_product_attention`` may use now; empty where torch does not tell."""
-    return tuple([allowed() for allowed in _ATTENTION_BACKENDS])
+def switch(reads: str, writes: str) -> tuple[Switch, ...]:
+    """What asks for a switch of a library and what sets it, by their names; empty where torch does not have it.
+
+    Where torch cannot set it, that does nothing.
+    """
+    get = getattr(torch._C, reads, None)
+    return ((get, getattr(torch._C, writes, _nothing)),) if get is not None else ()
+
+
+def _nothing(*_values: Any) -> None:
+    return None
 
 
 def saved_tensors_are_taken() -> bool:

@@ -156,8 +156,7 @@ class Scheduler:
         step = Step(self.counts.steps)
         self._decode(step)
         self._go_on_with_prompts(step)
-        if not step.preempted or not step.requests:
-            self._admit(step)
+        self._admit(step)
         if not step.requests:
             return None
         self.counts.steps += 1

@@ -63,22 +63,31 @@ class _SwiGLU(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x_BS2F: Tensor) -> Tensor:
-        gate_BSF, value_BSF = x_BS2F.chunk(2, dim=-1)
-        activated_BSF = functional.silu(gate_BSF)
+        result_BSF, activated_BSF = swiglu_forward(x_BS2F)
         ctx.save_for_backward(x_BS2F, activated_BSF)
-        return activated_BSF * value_BSF
+        return result_BSF
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grad_outputs: Any) -> Tensor:
-        grad_BSF: Tensor = grad_outputs[0]
-        x_BS2F, activated_BSF = ctx.saved_tensors
-        gate_BSF, value_BSF = x_BS2F.chunk(2, dim=-1)
-        grad_BS2F = torch.empty_like(x_BS2F)
-        grad_gate_BSF, grad_value_BSF = grad_BS2F.chunk(2, dim=-1)
-        torch.mul(grad_BSF, activated_BSF, out=grad_value_BSF)
-        torch.ops.aten.silu_backward.grad_input(grad_BSF * value_BSF, gate_BSF, grad_input=grad_gate_BSF)
-        return grad_BS2F
+        return swiglu_backward(grad_outputs[0], *ctx.saved_tensors)
+
+
+def swiglu_forward(x_BS2F: Tensor) -> tuple[Tensor, Tensor]:
+    """Give silu(gate) * value, and silu(gate), which the backward needs: for nodes with a derivative of their own."""
+    gate_BSF, value_BSF = x_BS2F.chunk(2, dim=-1)
+    activated_BSF = functional.silu(gate_BSF)
+    return activated_BSF * value_BSF, activated_BSF
+
+
+def swiglu_backward(grad_BSF: Tensor, x_BS2F: Tensor, activated_BSF: Tensor) -> Tensor:
+    """Give the gradient [..., 2F] of what :func:`swiglu_forward` was given."""
+    gate_BSF, value_BSF = x_BS2F.chunk(2, dim=-1)
+    grad_BS2F = torch.empty_like(x_BS2F)
+    grad_gate_BSF, grad_value_BSF = grad_BS2F.chunk(2, dim=-1)
+    torch.mul(grad_BSF, activated_BSF, out=grad_value_BSF)
+    torch.ops.aten.silu_backward.grad_input(grad_BSF * value_BSF, gate_BSF, grad_input=grad_gate_BSF)
+    return grad_BS2F
 
 
 def swiglu(x_BS2F: Tensor) -> Tensor:

@@ -11,6 +11,8 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
+from graphstep.capture.static_inputs import versions_of
+
 _PATIENCE: Final = 16
 """Moments with nothing in flight after which a step is taken to be over although no weight seems to have changed:
 an optimizer that is not torch's may write in a way that leaves no trace."""
@@ -78,4 +80,4 @@ class StepBoundary:
             )
 
     def _now(self) -> list[int]:
-        return [parameter._version for parameter in self._parameters]
+        return versions_of(self._parameters)

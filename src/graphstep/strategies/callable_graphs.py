@@ -11,6 +11,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
+from graphstep.capture.ambient import ambient_key
 from graphstep.capture.attributes import Attributes
 from graphstep.capture.chain import Chain
 from graphstep.capture.chain_run import ChainRun
@@ -24,11 +25,11 @@ from graphstep.capture.reasons import EagerReason
 from graphstep.capture.region import Region
 from graphstep.capture.report import CaptureReport, RegionStats
 from graphstep.capture.session import GraphSession
-from graphstep.capture.signature import Signature, ambient_key, repeated_in
+from graphstep.capture.signature import Signature, repeated_in
 from graphstep.capture.tree import flatten
 from graphstep.capture.triple_run import TripleRun, WaitingRun
 from graphstep.errors import InputMismatchError, LifecycleError, PlanError
-from graphstep.strategies.callable_checks import named_differences
+from graphstep.strategies.callable_checks import named_differences, refuse_sparse
 from graphstep.strategies.eager_forward import EagerForward
 from graphstep.strategies.handed_copies import HandedCopies
 from graphstep.strategies.local_calls import never_replayed
@@ -92,6 +93,8 @@ class ScheduledCallable:
     weight_gradients: Turn | None = None
     """``None`` if they are computed in the backward."""
     chain: Chain | None = None
+    has_gradient: bool = True
+    """False if none of its results needs a gradient: it has no graphs, and no turns."""
     is_read_in_place: bool = False
     """Another callable reads its results where they are."""
     keywords: Mapping[str, int] = field(default_factory=dict)
@@ -161,6 +164,8 @@ class CallableGraphs:
             named = {name: named[name] for name in sorted(named, key=lambda n: (wanted.get(n, len(wanted)), n))}
         self._require_open(captured)
         tensors = self._checked(scheduled, arguments, named)
+        if tensors is not None and not scheduled.has_gradient:
+            return self._eager(scheduled, EagerReason.NO_GRADIENT, arguments, named)
         reason = None if tensors is None else self._why_eager(scheduled, tensors)
         if tensors is None or reason is not None:
             return self._eager(scheduled, reason or EagerReason.EVALUATION, arguments, named)
@@ -210,6 +215,8 @@ class CallableGraphs:
                 where=where,
                 fix="leave backward_dw() out, or give _order with an entry -n - 0.5 for each backward -n",
             )
+        if not scheduled.has_gradient:
+            return
         self.cursor.check(turn)
         run = self._waiting.get(scheduled)
         if run is None:
@@ -263,6 +270,7 @@ class CallableGraphs:
         ):
             return arguments
         tensors, _ = flatten((arguments, named))
+        refuse_sparse(tensors, (arguments, named), captured.names, captured.region.name)
         given = Signature.of((arguments, named), device_type=self.session.device.type, modules=captured.region.modules)
         differences = named_differences(signature, given, captured.names)
         if differences:
@@ -298,16 +306,11 @@ class CallableGraphs:
             return captured.region.function(*arguments, **named)
         self._takes_turn(scheduled)
         begins = partial(self._backward, scheduled)
-        triple = scheduled.chain.pairs[0] if scheduled.chain is not None else None
-        if isinstance(triple, GraphTriple):
+        if scheduled.weight_gradients is not None:
             wait = partial(self._waiting.__setitem__, scheduled)
-            return EagerTriple(
-                captured.region.function, self._closed, begins, wait, is_undivided=triple.is_undivided
-            ).start(arguments, named)
-        forward = EagerForward(begins, self._closed)
-        result = captured.region.function(*arguments, **named)
-        forward.watch(result)
-        return result
+            run = EagerTriple(captured.region.function, captured.region.name, self._closed, begins, wait)
+            return run.start(arguments, named)
+        return EagerForward(begins, self._closed).run(captured.region.function, *arguments, **named)
 
     # ----- the order
 

@@ -23,6 +23,12 @@ class EagerForward:
         self._begins, self._ends = begins, ends
         self._has_ended = False
 
+    def run(self, function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+        """Run what is called, and watch its result."""
+        result = function(*arguments, **named)
+        self.watch(result)
+        return result
+
     def watch(self, result: Any) -> None:
         """Wait for the backward through any tensor of the result."""
         wanted = [tensor for tensor in flatten(result)[0] if tensor.requires_grad]

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, Final
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from graphstep.capture.places import Place
 from graphstep.capture.report import CaptureReport
 from graphstep.capture.session import GraphSession
+from graphstep.capture.tree import flatten, values_of
 from graphstep.config.switches import CapturePolicy, MismatchPolicy
 from graphstep.errors import CaptureError, ConfigError, Problem
 from graphstep.strategies.iteration_graphs import IterationGraphs, Step
 from graphstep.strategies.optimizers_inside import OptimizersInside
 from graphstep.strategies.protocol import ForwardBackward
+from graphstep.strategies.step_reads import StepReads
 
 STAGES = ("training", "validation")
 
@@ -48,6 +51,9 @@ class FullCudaGraphWrapper:
         optimizers: those that step in ``forward_backward_func``, if it makes whole steps. They need ``fused=True`` or
             ``capturable=True``; their learning rates follow a schedule, see :class:`OptimizersInside`.
     """
+
+    launches_graphs: Final = True
+    """Not to be used inside of another captured step."""
 
     def __init__(
         self,
@@ -136,7 +142,15 @@ class FullCudaGraphWrapper:
             modules=[("", self._model)],
             optimizers=OptimizersInside((), self._session.device) if forward_only else self._optimizers,
             fills_gradients=not forward_only,
+            reads=self._reads,
         )
+
+    def _reads(self, batches: Any) -> list[Place]:
+        found = StepReads()
+        found.add_function(self._function)
+        found.add_modules([self._model])
+        found.add_values(values_of(flatten(batches)[1]))
+        return found.places
 
     def _run(self, batches: list[Any], forward_only: bool) -> Tensor:
         losses: Any = self._function(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -20,7 +21,7 @@ from graphstep.capture.session import GraphSession
 from graphstep.capture.signature import Signature
 from graphstep.capture.tree import flatten
 from graphstep.errors import CaptureError
-from graphstep.strategies.callable_checks import layout_guard, names_of
+from graphstep.strategies.callable_checks import argument_names, layout_guard, names_of
 from graphstep.strategies.callable_graphs import (
     CallableGraphs,
     CapturedCallable,
@@ -72,7 +73,8 @@ def make_graphed_callables(
             chunk, in it each microbatch, in it each layer. Tensors in any nesting and other values; a call with other
             shapes, dtypes, devices or values is refused. They are copied, and may be used for anything afterwards. A
             sample that the callable before returned for its own sample says that later calls get its results as well:
-            those are read where they are, without a copy.
+            those are read where they are, without a copy. A callable whose results need no gradient, such as a frozen
+            one, gets no graphs and runs eagerly at any time, with a warning.
         num_warmup_iters: eager runs of each callable before its capture.
         allow_unused_input: do not mind arguments and parameters that want a gradient and get none.
         sample_kwargs: keyword arguments: one dict, or one for each entry of ``sample_args``.
@@ -201,6 +203,7 @@ class _Making:
         graphs = CallableGraphs(session)
         try:
             self._schedule(session)
+            self._leave_out_without_gradient(session)
             self._follow_fp8(graphs)
             self._link(session)
             turns = self._plan()
@@ -264,6 +267,30 @@ class _Making:
                         )
                     )
 
+    def _leave_out_without_gradient(self, session: GraphSession) -> None:
+        """What is frozen, and has no argument that wants a gradient, has no backward to be captured."""
+        known: dict[tuple[Region, Signature], bool] = {}
+        for scheduled, (arguments, named) in zip(self.scheduled, self._asked.samples, strict=True):
+            region, key = scheduled.captured.region, (scheduled.captured.region, scheduled.signature)
+            if key not in known:
+                known[key] = any(
+                    tensor.requires_grad for tensor in (*region.tensors(), *flatten((arguments, named))[0])
+                ) or _has_gradient(region.function, arguments, named, session)
+            scheduled.has_gradient = known[key]
+        names = list(dict.fromkeys(region.name for (region, _), has_gradient in known.items() if not has_gradient))
+        if not any(known.values()):
+            raise CaptureError(
+                f"there is nothing to capture: no result of {', '.join(names)} needs a gradient",
+                where="make_graphed_callables",
+                fix="give samples and parameters with requires_grad=True, or leave the graphs out",
+            )
+        if names:
+            warnings.warn(
+                f"{', '.join(names)} will run eagerly: no result needs a gradient, so that there is no backward",
+                UserWarning,
+                stacklevel=4,
+            )
+
     def _link(self, session: GraphSession) -> None:
         """Fill :attr:`_results`."""
         asked = self._asked
@@ -289,6 +316,8 @@ class _Making:
             for layer in layers if step.phase is Phase.FORWARD else reversed(layers):
                 index = asked.index_of(step.chunk, step.microbatch, layer)
                 scheduled = self.scheduled[index]
+                if not scheduled.has_gradient:
+                    continue
                 if step.phase is Phase.FORWARD:
                     self._note_forward(index, scheduled)
                     turns.append(scheduled.forward)
@@ -358,7 +387,7 @@ class _Making:
                 is_small = sum(output.numel() for output in pair.outputs) <= _MAX_SMALL
                 pair.copies_results = is_small and pair not in sources
                 if not allows_unused:
-                    _refuse_unused(pair, self._asked.callables[self._callable_of[pair.region]])
+                    _refuse_unused(pair, next(s.captured for s in self.scheduled if s.captured.region is pair.region))
         for index, key in self._keys.items():
             self.scheduled[index].chain = by_key[key]
             self.scheduled[index].is_read_in_place = by_key[key].pairs[0] in sources
@@ -407,16 +436,17 @@ def _is_filled(cell: CellType) -> bool:
         return False
 
 
-def _refuse_unused(pair: GraphPair, function: Any) -> None:
+def _refuse_unused(pair: GraphPair, captured: CapturedCallable) -> None:
+    arguments = argument_names(pair.signature, captured.names)
     unused = [
-        f"argument tensor {position + 1}"
+        arguments[position]
         for position, (tensor, gradient) in enumerate(zip(pair.inputs, pair.grad_inputs, strict=True))
         if tensor.requires_grad and gradient is None and position not in dict(pair.signature.repeated)
     ]
     used = {id(parameter) for parameter in pair.trained}
     unused += [
-        name
-        for module in _modules_of(function)
+        f"parameter {name!r}"
+        for _, module in captured.roots
         for name, parameter in module.named_parameters()
         if parameter.requires_grad and id(parameter) not in used
     ]
@@ -426,6 +456,20 @@ def _refuse_unused(pair: GraphPair, function: Any) -> None:
             where=pair.region.name,
             fix="use it in what the callable computes, set requires_grad=False, or give allow_unused_input=True",
         )
+
+
+def _has_gradient(
+    function: Callable[..., Any], arguments: tuple[Any, ...], named: dict[str, Any], session: GraphSession
+) -> bool:
+    """True if some result of a call needs a gradient. The call is undone."""
+    found: list[bool] = []
+
+    def run() -> None:
+        with torch.enable_grad():
+            found[:] = [tensor.requires_grad for tensor in flatten(function(*arguments, **named))[0]]
+
+    session.observe(run)
+    return any(found)
 
 
 def _device_of(tensors: Sequence[Tensor], callables: Sequence[Callable[..., Any]]) -> torch.device:

@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
-from typing import Any, Generic, ParamSpec, TypeVar, overload
+from types import MethodType
+from typing import Any, Final, Generic, ParamSpec, Self, TypeVar, overload
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from graphstep.capture.places import Place
 from graphstep.capture.report import CaptureReport
 from graphstep.capture.session import GraphSession
+from graphstep.capture.tree import flatten, values_of
 from graphstep.config.switches import CapturePolicy, MismatchPolicy
 from graphstep.config.validation import to_member
 from graphstep.errors import ConfigError, Problem
 from graphstep.strategies.iteration_graphs import IterationGraphs, Step
 from graphstep.strategies.optimizers_inside import OptimizersInside
 from graphstep.strategies.step_parts import StepParts
+from graphstep.strategies.step_reads import StepReads
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -26,6 +31,9 @@ R = TypeVar("R")
 
 class GraphedStep(Generic[P, R]):
     """A function that runs eagerly for its first calls and as one graph launch from then on. See :func:`graph_step`."""
+
+    launches_graphs: Final = True
+    """Not to be used inside of another captured step."""
 
     def __init__(
         self,
@@ -39,11 +47,20 @@ class GraphedStep(Generic[P, R]):
         max_graphs: int = 16,
         session: GraphSession | None = None,
     ) -> None:
+        self._options: dict[str, Any] = {
+            "modules": (modules := tuple(modules)),
+            "optimizers": (optimizers := tuple(optimizers)),
+            "cuda_graph_warmup_steps": cuda_graph_warmup_steps,
+            "policy": policy,
+            "on_mismatch": on_mismatch,
+            "max_graphs": max_graphs,
+            "session": session,
+        }
         policy, on_mismatch = _checked(cuda_graph_warmup_steps, max_graphs, policy, on_mismatch)
         functools.update_wrapper(self, step_fn)
         self._function = step_fn
         self._parts = StepParts(modules, optimizers)
-        self._name = getattr(step_fn, "__name__", type(step_fn).__name__)
+        self._name = self._attribute = getattr(step_fn, "__name__", type(step_fn).__name__)
         self.session = session if session is not None else GraphSession(_device_of(modules))
         self._is_own = session is None
         # The first call of all has to show what there is; it counts as one of the warmup.
@@ -79,12 +96,41 @@ class GraphedStep(Generic[P, R]):
 
                 with self._parts.watching(put_rates):
                     result = self._function(*args, **kwargs)
+            self._reads(batch)
             self._step = self._described()
             return result
         if len(self._parts) != self._num_parts:
             self._step = self._described()
         replayed: R = self._graphs.run(self._step, batch)
         return replayed
+
+    @overload
+    def __get__(self, instance: None, owner: type) -> Self: ...
+    @overload
+    def __get__(self, instance: object, owner: type) -> GraphedStep[..., R]: ...
+    def __get__(self, instance: object | None, owner: type) -> Any:
+        """Where a method was decorated: a step for each instance, kept with its attributes.
+
+        Raises:
+            ConfigError: the instance has no place for it.
+        """
+        if instance is None:
+            return self
+        if inspect.getattr_static(type(instance), self._attribute, None) is not self:
+            return MethodType(self._function, instance)  # super() asks, from a step that is graphed itself or is not.
+        own = getattr(instance, "__dict__", None)
+        if not isinstance(own, dict):
+            what = (
+                f"{owner.__name__}.{self._name} is graphed, and instances of the class have no __dict__ to keep it in"
+            )
+            fix = f"leave out __slots__, or wrap the method of an instance: graph_step(instance.{self._name})"
+            raise ConfigError(Problem("graphed-method", what, "graph_step", fix))
+        # This is found by its own name from now on, before the one of the class.
+        step = own[self._attribute] = GraphedStep(MethodType(self._function, instance), **self._options)
+        return step
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._attribute = name
 
     def report(self) -> CaptureReport:
         """What has been captured so far."""
@@ -109,7 +155,17 @@ class GraphedStep(Generic[P, R]):
             function=self._run,
             modules=self._parts.modules(),
             optimizers=OptimizersInside(self._parts.optimizers, self.session.device),
+            reads=self._reads,
         )
+
+    def _reads(self, batch: Any) -> list[Place]:
+        """What the function reads besides tensors of the batch; modules among it are watched from now on."""
+        found = StepReads()
+        found.add_function(self._function)
+        found.add_values(values_of(flatten(batch)[1]))
+        found.add_modules(module for _, module in self._parts.modules())
+        self._parts.add_modules(found.modules.values())
+        return found.places
 
     def _run(self, batch: tuple[Any, Any]) -> R:
         args, kwargs = batch
@@ -146,8 +202,9 @@ def graph_step(step_fn: Callable[P, R] | None = None, **options: Any) -> Any:
     The graph makes its gradients where ``zero_grad()`` in the step would have them made anew. They are ``.grad`` after
     the call, until the next one; what is kept longer gets memory of its own.
 
-    A replay runs no Python of the function: what it prints, counts or reads from variables of the host is that of the
-    capture. What such a value would decide is to be given as an argument, or kept in a tensor on the device.
+    A replay runs no Python of the function. Variables that its code names, and attributes of objects that it reads or
+    is given, are compared before each replay; when one has changed, the step is captured anew. What is to change often
+    is given in a tensor on the device.
 
     Args:
         step_fn: takes tensors, and values that are compared, in any nesting; returns tensors in any nesting.

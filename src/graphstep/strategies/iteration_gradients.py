@@ -181,7 +181,8 @@ class StepGradients:
         is_there = [leaf for leaf in is_there if leaf.grad is not None]
         moved = [leaf for leaf, gradient in self._before if gradient is not None and leaf.grad is not gradient]
         number = len({id(leaf) for leaf in (*is_gone, *is_there, *moved)})
-        return CaptureError(_REPLACED.format(number), where=self._where, fix=_NOT_REPLACED) if number else None
+        fix = _NOT_REPLACED if self._known else _LET_IT_BE_SEEN
+        return CaptureError(_REPLACED.format(number), where=self._where, fix=fix) if number else None
 
     def take_as_made_anew(self) -> bool:
         """After :meth:`problem`: whether gradients that there were none of before the step can be the reason.
@@ -250,4 +251,8 @@ _REPLACED: Final = "the step replaces .grad of {} parameters; a graph writes gra
 _NOT_REPLACED: Final = (
     "zero gradients outside the step, at its start, or with set_to_none=False; let DistributedDataParallel, which "
     "moves them in its second step, warm up for at least 3 steps"
+)
+_LET_IT_BE_SEEN: Final = (
+    "have at least one warmup step (cuda_graph_warmup_steps), in which it is seen what the step does with gradients; "
+    "or zero gradients outside the step, or with set_to_none=False"
 )

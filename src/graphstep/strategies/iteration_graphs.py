@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, nn
@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from graphstep.capture.attributes import Attributes
 from graphstep.capture.manifest import Watched, verify
 from graphstep.capture.observe import Observation
+from graphstep.capture.places import Place
+from graphstep.capture.reasons import EagerReason
 from graphstep.capture.report import RegionStats
 from graphstep.capture.session import GraphSession
 from graphstep.capture.signature import Signature
@@ -21,15 +23,28 @@ from graphstep.config.switches import CapturePolicy, MismatchPolicy
 from graphstep.engine import Recording, torch_private
 from graphstep.errors import CaptureError, InputMismatchError
 from graphstep.strategies.iteration_gradients import StepGradients
+from graphstep.strategies.iteration_refusals import (
+    RETURNS_LOSS,
+    RETURNS_OTHERS,
+    SETS_FLAGS,
+    WRITES,
+    Named,
+    has_wrapper,
+    parts_not_captured,
+    refused,
+    told_of_wrapper,
+    with_children,
+)
 from graphstep.strategies.optimizers_inside import OptimizersInside
 from graphstep.strategies.settled import tensors_kept
-
-Named = tuple[str, nn.Module]
+from graphstep.strategies.step_state import StepState
 
 _LANE = "iterations"
 """Whole iterations share memory with each other, and not with graphs of parts of one, which others run between."""
 _WARNED_AFTER = 3
-"""Captures anew, after the numbers of an optimizer have changed, from which on they are warned of."""
+"""Captures anew, after something has changed that a graph has fixed, from which on they are warned of."""
+_MOST_GIVEN_UP = 1000
+_MOST_DIFFERENCES = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +61,8 @@ class Step:
     optimizers: OptimizersInside
     """Those that step in it."""
     fills_gradients: bool = True
+    reads: Callable[[Any], Sequence[Place]] = field(default=lambda _: ())
+    """Where its Python finds what is no attribute of the modules, for a batch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +132,10 @@ class IterationGraphs:
         """The one used last is the last one."""
         self._refused: set[tuple[str, Signature]] = set()
         """Keys that could not be captured."""
+        self._given_up: dict[tuple[str, Signature], None] = {}
+        """Keys that had to make room for others, those of the latest first to last."""
+        self._warned: set[str] = set()
+        """Stages whose users know that there are more keys than there is room for."""
         self._modules: dict[str, tuple[int, tuple[nn.Module, ...]]] = {}
 
     def run(self, step: Step, batch: Any) -> Any:
@@ -142,8 +163,11 @@ class IterationGraphs:
             if reason is not None:
                 return self._plainly(step, batch, stats, reason)
             iteration = self._new(batch, stats)
+            if key in self._given_up:
+                iteration.why_eager = EagerReason.TOO_MANY_SIGNATURES
+                self._warn_of_many(next((k for k in reversed(self._iterations) if k[0] == key[0]), key), key)
         self._iterations[key] = iteration
-        self._make_room(captured=False, number=self._max_graphs)
+        self._make_room(key, captured=False, number=self._max_graphs)
         if iteration.graph is not None:
             self._drop_if_changed(iteration, step, stats)
         if iteration.graph is not None and (reason := iteration.gradients.why_not()) is not None:
@@ -154,10 +178,10 @@ class IterationGraphs:
         if iteration.graph is None:
             try:
                 with self._session.timed(stats):
-                    self._make_room(captured=True, number=self._max_graphs - 1)
+                    self._make_room(key, captured=True, number=self._max_graphs - 1)
                     iteration.static.load(batch)
                     iteration.graph = self._capture(step, iteration, stats)
-            except CaptureError as error:
+            except Exception as error:
                 if self._policy is CapturePolicy.required:
                     raise
                 return self._refuse(key, step, batch, stats, error)
@@ -167,6 +191,7 @@ class IterationGraphs:
         """Drop the graphs of some stages; they warm up and are captured again when they are used."""
         chosen = set(stages)
         self._refused = {key for key in self._refused if key[0] not in chosen}
+        self._given_up = {key: None for key in self._given_up if key[0] not in chosen}
         for key in [key for key in self._iterations if key[0] in chosen]:
             self._forget(key)
 
@@ -174,6 +199,7 @@ class IterationGraphs:
         """Close the session and forget the graphs."""
         self._iterations.clear()
         self._refused.clear()
+        self._given_up.clear()
         self._session.close()
 
     # ----- keys
@@ -216,7 +242,7 @@ class IterationGraphs:
         stats.static_bytes += static.nbytes
         return _Iteration(static, StepGradients(self._session.gradient_homes))
 
-    def _make_room(self, *, captured: bool, number: int) -> None:
+    def _make_room(self, new: tuple[str, Signature], *, captured: bool, number: int) -> None:
         """Forget keys, those used longest ago first, until ``number`` are left that have a graph, or that have none.
 
         They are counted apart: keys that are seen once do not push out graphs that are used.
@@ -224,6 +250,24 @@ class IterationGraphs:
         keys = [key for key, each in self._iterations.items() if (each.graph is not None) is captured]
         for key in keys[: max(0, len(keys) - number)]:
             self._forget(key)
+            self._session.stats(key[0], "iteration").num_evictions += captured
+            self._given_up[key] = None
+            if len(self._given_up) > _MOST_GIVEN_UP:
+                del self._given_up[next(iter(self._given_up))]
+            if key[0] == new[0] and not captured:
+                self._warn_of_many(key, new)
+
+    def _warn_of_many(self, key: tuple[str, Signature], new: tuple[str, Signature]) -> None:
+        """Once for each stage: when a key is given up before it was captured, or one that was given up comes back."""
+        if new[0] in self._warned:
+            return
+        self._warned.add(new[0])
+        differences = "; ".join(key[1].differences(new[1], "batch")[:_MOST_DIFFERENCES])
+        warnings.warn(
+            f"{new[0]} was called with more signatures than the {self._max_graphs} of max_graphs; those used longest "
+            f"ago are given up, and run eagerly when they come back. Two of them differ: {differences}",
+            stacklevel=5,
+        )
 
     def _forget(self, key: tuple[str, Signature]) -> None:
         iteration = self._iterations.pop(key)
@@ -248,6 +292,7 @@ class IterationGraphs:
         if changed:
             self._drop(iteration, stats)
             iteration.why_eager = f"warmup after a change of {changed[0]}"
+            self._count_recapture(iteration, step, changed[0], "keep it in a tensor on the device, or as it is")
             return
         numbers = graph.optimizers.refresh()
         if numbers:
@@ -257,13 +302,18 @@ class IterationGraphs:
             iteration.observation, iteration.gradients = observation, gradients
             iteration.num_eager = self._warmup_of(step) - 1
             iteration.why_eager = f"warmup after a change of {numbers[0]} of an optimizer"
-            iteration.num_recaptures += 1
-            if iteration.num_recaptures == _WARNED_AFTER:
-                warnings.warn(
-                    f"{step.stage} has been captured {_WARNED_AFTER + 1} times because {numbers[0]} of an optimizer "
-                    "changes; only the learning rate can follow a schedule inside of a graph",
-                    stacklevel=3,
-                )
+            what = f"{numbers[0]} of an optimizer"
+            advice = "only the learning rate can follow a schedule inside of a graph"
+            self._count_recapture(iteration, step, what, advice)
+
+    @staticmethod
+    def _count_recapture(iteration: _Iteration, step: Step, what: str, advice: str) -> None:
+        iteration.num_recaptures += 1
+        if iteration.num_recaptures == _WARNED_AFTER:
+            warnings.warn(
+                f"{step.stage} has been captured {_WARNED_AFTER + 1} times because {what} changes; {advice}",
+                stacklevel=5,
+            )
 
     def _learn_again(self, step: Step, iteration: _Iteration, batch: Any, stats: RegionStats, reason: str) -> Any:
         """Gradients are not as in the runs that were seen: run eagerly, and see what the step does with these."""
@@ -274,13 +324,13 @@ class IterationGraphs:
             return self._warm_up(step, iteration, batch)
         return self._eagerly(step, batch)
 
-    def _refuse(
-        self, key: tuple[str, Signature], step: Step, batch: Any, stats: RegionStats, error: CaptureError
-    ) -> Any:
+    def _refuse(self, key: tuple[str, Signature], step: Step, batch: Any, stats: RegionStats, error: Exception) -> Any:
+        # An error of the function's own comes again, from the eager run, if it has nothing to do with the capture.
+        what = error.what if isinstance(error, CaptureError) else f"{type(error).__name__}: {error}"
         self._forget(key)
         self._refused.add(key)
         warnings.warn(f"{step.stage} runs eagerly: {error}", stacklevel=3)
-        return self._plainly(step, batch, stats, f"it cannot be captured: {error.what}")
+        return self._plainly(step, batch, stats, f"it cannot be captured: {what}")
 
     def _warmup_of(self, step: Step) -> int:
         """Eager runs before a capture: optimizers make their state in the first one."""
@@ -301,17 +351,22 @@ class IterationGraphs:
     def _warm_up(self, step: Step, iteration: _Iteration, batch: Any) -> Any:
         # On the capture stream and from the static inputs, so that what the libraries set up per stream and per
         # address is what the capture will find. The last one is watched: it is what the capture will repeat.
-        iteration.num_eager += 1
         with self._session.engine.capture_stream(), step.optimizers.on_device():
             iteration.static.load(batch)
-            if iteration.num_eager < self._warmup_of(step):
-                return step.function(iteration.static.arguments)
-            return self._watch(step, iteration)
+            if iteration.num_eager + 1 < self._warmup_of(step):
+                result = step.function(iteration.static.arguments)
+            else:
+                result = self._watch(step, iteration)
+            result = iteration.static.copied_out(result)
+        iteration.num_eager += 1
+        return result
 
     def _watch(self, step: Step, iteration: _Iteration) -> Any:
         """Run the step for real, and learn what a capture of it has to know."""
         modules = self._all_modules(step)
-        attributes, flags = Attributes(_with_children(step.modules)), [module.training for module in modules]
+        places = step.reads(iteration.static.arguments)
+        attributes = Attributes(with_children(step.modules), places=places)
+        flags = [module.training for module in modules]
         versions = iteration.static.versions()
         before = iteration.gradients.before(modules, step.optimizers.parameters())
         result, observation = self._session.watch_run(lambda: step.function(iteration.static.arguments))
@@ -320,11 +375,11 @@ class IterationGraphs:
         where = f"{step.stage}, the captured function"
         iteration.refusal = None
         if iteration.static.versions() != versions:
-            iteration.refusal = _error(where, *_WRITES)
+            iteration.refusal = refused(where, *WRITES)
         elif [module.training for module in modules] != flags:
-            iteration.refusal = _error(where, *_SETS_FLAGS)
+            iteration.refusal = refused(where, *SETS_FLAGS)
         elif any(tensor.requires_grad for tensor in tensors) and not iteration.gradients.are_filled():
-            iteration.refusal = _error(where, *_RETURNS_LOSS)
+            iteration.refusal = refused(where, *RETURNS_LOSS)
         else:
             try:
                 attributes.refuse_changes(where, observation.externals, may_leave_losses=True)
@@ -343,10 +398,15 @@ class IterationGraphs:
         step.optimizers.require_capturable(where)
         if iteration.refusal is not None:
             raise iteration.refusal
-        modules = _with_children(step.modules)
-        attributes = Attributes(modules, hooks_of=modules, parameters_of=modules)
+        modules = with_children(step.modules)
+        places = step.reads(iteration.static.arguments)
+        if (in_the_way := parts_not_captured(modules, places, where)) is not None:
+            self._drop(iteration, stats)  # What the runs so far have shown is not what later ones will do.
+            raise in_the_way
+        attributes = Attributes(modules, hooks_of=modules, parameters_of=modules, places=places)
         watched = self._session.watch(step.modules)
         gradients, observation = iteration.gradients, iteration.observation
+        before = StepState(attributes.again(), self._all_modules(step), step.optimizers, places)
         try:
             if observation is None:
                 observation = self._session.observe(lambda: step.function(iteration.static.arguments))
@@ -357,14 +417,17 @@ class IterationGraphs:
                 with tensors_kept([watched], where=where):
                     tensors, structure = recording.result
                 if iteration.structure is not None and structure != iteration.structure:
-                    raise _error(where, *_RETURNS_OTHERS)
+                    raise refused(where, *RETURNS_OTHERS)
             except CaptureError:
                 self._session.release([recording], stats)
                 raise
-        except BaseException:
+        except BaseException as error:
             watched.put_back()
+            before.put_back()
             gradients.forget()
-            raise
+            if not isinstance(error, CaptureError) or not has_wrapper(modules, self._session.device):
+                raise
+            raise told_of_wrapper(error) from error
         attributes.ignore_changed()
         now = self._session.watch(step.modules, observation.leaves)
         return _Graph(recording, structure, tensors, now, attributes, step.optimizers.noted())
@@ -411,33 +474,3 @@ class IterationGraphs:
         iteration.gradients.hand_out(guests)
         stats.num_replays += 1
         return unflatten(graph.structure, [tensor.detach().clone() for tensor in graph.tensors])
-
-
-def _with_children(modules: Sequence[Named]) -> list[Named]:
-    found: dict[int, Named] = {}
-    for path, root in modules:
-        for name, module in root.named_modules(prefix=path):
-            found.setdefault(id(module), (name, module))
-    return list(found.values())
-
-
-def _error(where: str, what: str, fix: str) -> CaptureError:
-    return CaptureError(what, where=where, fix=fix)
-
-
-_WRITES = (
-    "the step writes into its arguments; a replay writes into copies of them",
-    "keep the tensor outside of the arguments, as a variable or buffer that the step reads, or return what is new",
-)
-_SETS_FLAGS = (
-    "the step changes the training flags of modules (train() or eval()); a replay would not",
-    "call train() or eval() before the step, and put back in it what it changes",
-)
-_RETURNS_LOSS = (
-    "the step returns a tensor that wants a gradient, and runs no backward; what a replay returns has no history",
-    "call backward in the step, or return the tensor detached",
-)
-_RETURNS_OTHERS = (
-    "the step returned something else in the capture than in the last eager run, and not only in its tensors",
-    "return tensors, and values that are always the same",
-)

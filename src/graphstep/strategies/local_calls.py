@@ -11,9 +11,11 @@ from typing import Any, Final, Protocol
 import torch
 from torch import Tensor, nn
 
+from graphstep.capture.ambient import ambient_key
 from graphstep.capture.attributes import Attributes
 from graphstep.capture.chain import Chain, Receiver
 from graphstep.capture.chain_run import ChainRun
+from graphstep.capture.fast_check import FastCheck
 from graphstep.capture.graph_pair import GraphPair
 from graphstep.capture.pending import Pending
 from graphstep.capture.plan import PlanObserver
@@ -21,7 +23,7 @@ from graphstep.capture.reasons import EagerReason
 from graphstep.capture.region import Region
 from graphstep.capture.report import RegionStats
 from graphstep.capture.session import GraphSession
-from graphstep.capture.signature import Signature, ambient_key
+from graphstep.capture.signature import Signature
 from graphstep.capture.tree import flatten
 from graphstep.config import MismatchPolicy
 from graphstep.engine import torch_private
@@ -86,18 +88,11 @@ class Host(Protocol):
     def observed_call(self) -> PlanObserver | None:
         """The one who is told of a call that runs eagerly, if anybody is."""
 
-    def run_opened(self) -> Callable[[], None]:
-        """A run is in flight from now on. Returns what is called when it is over."""
+    def open_run(self, chain: Chain, index: int) -> ChainRun:
+        """A run that begins with this pair of a chain, in flight from now on."""
 
-    def before_run(self, chain: Chain, index: int) -> Callable[[GraphPair], None] | None:
-        """A run is about to begin with this pair of a chain.
-
-        Returns:
-            What is called before its backward, with the last pair that has run forward.
-        """
-
-    def not_replayed(self, calls: RegionCalls, reason: EagerReason) -> Callable[[Any], None] | None:
-        """No chain can serve a call, for this reason. Returns what is called with the result of its eager run."""
+    def not_replayed(self, calls: RegionCalls, reason: EagerReason) -> Callable[..., Any]:
+        """No chain can serve a call, for this reason. Returns what runs instead."""
 
     def verify(self) -> None:
         """Refuse to go on if something moved."""
@@ -135,6 +130,8 @@ class RegionCalls:
         """No further signature is captured without giving one up."""
         self._modules = modules
         self._parameters = region.parameters()
+        self._place: FastCheck | None = None
+        """Where weights and buffers were at the capture: one may get other memory between two layers."""
         self._host = host
         self._device_type = host.device_type
         self._is_debugging = host.is_debugging
@@ -176,6 +173,7 @@ class RegionCalls:
             self.current.attributes.ignore_changed()
             self.current.is_settled = True
         self._parameters = self.region.parameters()
+        self._place = FastCheck(self.region.containers(), self.region.tensors())
         self.generations = [each for each in self.generations if each.links]
         if self.current is not None and not self.current.links:
             self.current = None
@@ -215,6 +213,8 @@ class RegionCalls:
         if pending is not None:
             self.pending = None
             self.look_at_attributes()
+            is_in_place = self._place is not None and self._place.is_in_place()
+            is_as_launched = is_in_place and not pending.has_run_on_old()
             if (
                 pending.matches(arguments, named)
                 and pending.ambient == ambient_key(self._device_type)
@@ -224,14 +224,14 @@ class RegionCalls:
                 and not pending.pair.has_new_hook()
                 and not torch_private.saved_tensors_are_taken()
                 and not torch_private.weights_are_cached()
-                and not pending.has_run_on_old()
+                and is_as_launched
             ):
                 if self._is_debugging:
                     self._host.verify()
                 if self.manual_hook is not None:
                     self.manual_hook()
                 return pending.advance()
-            self._was_written = pending.has_run_on_old()
+            self._was_written = not is_as_launched
             pending.drop()
         return self._start(arguments, named)
 
@@ -287,9 +287,7 @@ class RegionCalls:
                 if found is None:
                     if self.manual_hook is not None:
                         self.manual_hook()
-                    check = host.before_run(chain, index)
-                    run = ChainRun(chain, index, host.run_opened(), check)
-                    return run.start(tensors, arguments, named, signature.ambient.key)
+                    return host.open_run(chain, index).start(tensors, arguments, named, signature.ambient.key)
                 reasons.append(found)
             if self._was_written and EagerReason.OUT_OF_ORDER in reasons:
                 reasons.insert(0, EagerReason.WRITTEN_BETWEEN)
@@ -334,12 +332,9 @@ class RegionCalls:
         return EagerReason.TOO_MANY_SIGNATURES if self.is_full else EagerReason.OTHER_SIGNATURE
 
     def _eager(self, reason: EagerReason, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        afterwards = self._host.not_replayed(self, reason)
+        function = self._host.not_replayed(self, reason)
         self.stats.eager_calls[reason] += 1
-        result = self.region.function(*arguments, **named)
-        if afterwards is not None:
-            afterwards(result)
-        return result
+        return function(*arguments, **named)
 
     def _observed(
         self,

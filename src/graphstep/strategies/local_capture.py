@@ -330,7 +330,9 @@ class _Capturing:
         for index in range(1, len(segment)):
             # A rest of a layer is merged without being asked for, and never at the price of an error later on.
             is_safe = pairs[index - 1].runs_again or not pairs[index - 1].region.is_rest
-            if not is_safe or not pairs[index].run_ahead():
+            # Of a tensor of inference mode nobody can tell whether it was written before the call.
+            is_known = not any(map(Tensor.is_inference, pairs[index].region.tensors()))
+            if not (is_safe and is_known and pairs[index].run_ahead()):
                 rest = segment[index:]
                 del segment[index:], pairs[index:]
                 self.segments.update(dict.fromkeys(rest, rest))

@@ -49,6 +49,11 @@ class OwnForward:
         return type(self._module).forward(self._module, *arguments, **named)
 
 
+def has_graphs(module: nn.Module) -> bool:
+    """True while a strategy has replaced the forward of a module."""
+    return isinstance(module.__dict__.get("forward"), InstalledForward)
+
+
 def own_forward(module: nn.Module) -> Callable[..., Any]:
     """A module's forward as it is now, found anew where the class has it, so that it follows a patched class."""
     own = module.__dict__.get("forward")

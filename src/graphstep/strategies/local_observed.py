@@ -219,7 +219,8 @@ def _is_noted(noted: Any, value: Any) -> bool:
 
 def _state(tensor: Tensor) -> tuple[Any, ...]:
     """Changes when somebody writes into a tensor or wants to see its gradient."""
-    return tensor._version, len(tensor._backward_hooks or ()), tensor.retains_grad
+    version = None if tensor.is_inference() else tensor._version
+    return version, len(tensor._backward_hooks or ()), tensor.retains_grad
 
 
 def _stays(value: Any) -> bool:

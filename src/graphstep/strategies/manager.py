@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from graphstep.capture.chain import Chain, Handover
+from graphstep.capture.chain_run import ChainRun
 from graphstep.capture.graph_pair import GraphPair
 from graphstep.capture.lanes import Lanes
 from graphstep.capture.left_tensors import as_before
@@ -201,10 +202,11 @@ class CudaGraphManager:
                 fix="register it as a buffer of the module that reads it, and write new values into it",
             )
 
-    def run_opened(self) -> Callable[[], None]:
-        """A run is in flight from now on; call what is returned when it is over."""
+    def open_run(self, chain: Chain, index: int) -> ChainRun:
+        """A run that begins with this pair of a chain, in flight from now on."""
+        check = self.before_run(chain, index)
         self._num_open += 1
-        return self._run_closed
+        return ChainRun(chain, index, self._run_closed, check)
 
     def _run_closed(self) -> None:
         self._num_open -= 1
@@ -213,6 +215,9 @@ class CudaGraphManager:
         """Check the addresses of the chain if something else is in flight: :meth:`before_call` has not done it then.
 
         In debug mode, they are checked before backwards too.
+
+        Returns:
+            What is called before the backward, with the last pair that has run forward.
         """
         del index
         if self._num_open:
@@ -230,10 +235,10 @@ class CudaGraphManager:
             may_be_frozen=True,
         )
 
-    def not_replayed(self, calls: RegionCalls, reason: EagerReason) -> Callable[[Any], None] | None:
+    def not_replayed(self, calls: RegionCalls, reason: EagerReason) -> Callable[..., Any]:
         """It runs eagerly, and that is all."""
-        del calls, reason
-        return None
+        del reason
+        return calls.region.function
 
     # ----- capture
 

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch.optim import Optimizer
 
+from graphstep.capture.places import Place
 from graphstep.capture.report import CaptureReport
 from graphstep.capture.session import GraphSession
 from graphstep.config.switches import CapturePolicy
 from graphstep.strategies.iteration_graphs import IterationGraphs, Step
 from graphstep.strategies.optimizers_inside import OptimizersInside
+from graphstep.strategies.step_reads import StepReads
 
 STAGE = "optimizer"
 
@@ -34,6 +36,9 @@ class OptimizerGraph:
         policy: what becomes of a step that cannot be captured, see :class:`CapturePolicy`.
     """
 
+    launches_graphs: Final = True
+    """Not to be used inside of another captured step."""
+
     def __init__(
         self,
         optimizer: Optimizer,
@@ -54,6 +59,7 @@ class OptimizerGraph:
             function=lambda _: run(),
             modules=(),
             optimizers=self._optimizers,
+            reads=lambda _: _read_by(run),
         )
         self._graphs = IterationGraphs(
             self.session, warmup_steps=max(1, cuda_graph_warmup_steps), max_graphs=4, policy=policy
@@ -97,6 +103,12 @@ class _StepOf:
 
     def __call__(self) -> None:
         self._optimizer.step()
+
+
+def _read_by(run: Callable[[], Any]) -> list[Place]:
+    found = StepReads()
+    found.add_function(run)
+    return found.places
 
 
 def _device_of(parameters: Iterable[torch.Tensor]) -> torch.device:

@@ -47,6 +47,9 @@ class OptimizersInside:
     def __len__(self) -> int:
         return len(self._optimizers)
 
+    def __iter__(self) -> Iterator[Optimizer]:
+        return iter(self._optimizers)
+
     def parameters(self) -> Iterator[Tensor]:
         """The parameters of all groups."""
         for group in self._groups():

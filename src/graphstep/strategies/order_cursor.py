@@ -78,11 +78,11 @@ class OrderCursor:
             self._next = 0
         self._next = (self._next + 1) % len(self._turns)
 
-    def next_forward(self, name: str, chunk: int) -> Turn:
-        """The turn that a forward of a chunk would be now: of the microbatch after those that have had theirs."""
+    def next_turn(self, name: str, chunk: int, phase: Phase) -> Turn:
+        """The turn that this would be now, for a chunk: of the microbatch after those that have had theirs."""
         before = self._turns[: self._next]
         num_in_flight = sum(_CHANGE[turn.phase] for turn in before)
         if self._is_idle() and num_in_flight:
             before = ()  # The step was given up.
-        done = sum(turn.chunk == chunk and turn.phase is Phase.FORWARD for turn in before)
-        return Turn(name, chunk, done, Phase.FORWARD)
+        done = sum(turn.chunk == chunk and turn.phase is phase for turn in before)
+        return Turn(name, chunk, done, phase)

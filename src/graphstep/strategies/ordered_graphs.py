@@ -12,21 +12,29 @@ import torch
 from torch import nn
 
 from graphstep.capture.chain import Chain, Handover
+from graphstep.capture.chain_run import ChainRun
+from graphstep.capture.eager_triple import EagerTriple
 from graphstep.capture.graph_pair import GraphPair
+from graphstep.capture.graph_triple import GraphTriple
 from graphstep.capture.plan import Key, ObservedCall, Phase, Plan, PlanObserver, Variant
 from graphstep.capture.reasons import EagerReason
 from graphstep.capture.region import Region
 from graphstep.capture.session import GraphSession
+from graphstep.capture.triple_run import TripleRun
 from graphstep.config import CapturePolicy, CudaGraphConfig, CudaGraphImpl, MismatchPolicy
+from graphstep.engine import torch_private
 from graphstep.errors import CaptureError, ConfigError, LifecycleError, PlanError, Problem
 from graphstep.strategies.eager_forward import EagerForward
 from graphstep.strategies.local_calls import RegionCalls
 from graphstep.strategies.local_capture import RegionFailedError
+from graphstep.strategies.local_layers import Named
 from graphstep.strategies.manager import CudaGraphManager
 from graphstep.strategies.order_cursor import OrderCursor, Turn
 from graphstep.strategies.order_steps import OrderStep
+from graphstep.strategies.ordered_calls import OrderedCalls
 from graphstep.strategies.ordered_plan import ordered_plan
 from graphstep.strategies.recorded_passes import RecordedPasses, joined
+from graphstep.strategies.waiting_weights import Place, WaitingWeights
 
 _NOT_OF_THE_STEP: Final = frozenset({EagerReason.NESTED_CAPTURE, EagerReason.TRANSFORMED})
 """Calls that are no part of a training step."""
@@ -48,13 +56,16 @@ class _Microbatch:
     """What runs now: its further layers do not come by here."""
     has_backward: bool = False
     """The turn of its backward is taken."""
+    is_over: bool = False
+    """The turn of its weight gradients is taken."""
 
 
 class OrderedGraphs(CudaGraphManager):
     """Like its base, with the plan of a schedule in place of an observed one.
 
     The forward of a chunk takes its turn when the first of its layers runs, whichever that is, and the backward
-    likewise. So a microbatch may skip layers, and layers that run eagerly keep the turn.
+    likewise. So a microbatch may skip layers, and layers that run eagerly keep the turn. Weight gradients of their own
+    come for all layers of a chunk at once, see :meth:`weight_gradients`.
 
     Args:
         chunks: the model chunks of this rank.
@@ -77,7 +88,12 @@ class OrderedGraphs(CudaGraphManager):
         self._is_recorded = False
         self._closes_when_idle = False
         self._eager_in_flight: set[object] = set()
-        """Eager forwards of the step whose backward may still come, by a token each."""
+        """Eager forwards of the step whose backward, or weight gradients, may still come, by a token each."""
+        self._waiting = WaitingWeights()
+        self._microbatches: dict[Place, _Microbatch] = {}
+        """Those whose weight gradients are to come."""
+        self._has_weight_turns = False
+        """Weight gradients have turns of their own."""
         self._chunks = tuple(chunks)
         model = chunks[0] if len(chunks) == 1 else nn.ModuleList(chunks)
         if config.policy is CapturePolicy.auto:
@@ -100,6 +116,9 @@ class OrderedGraphs(CudaGraphManager):
         self._plan, self._handovers = Plan(), dict[Key, Handover]()
         self.num_slots: tuple[int, ...] = ()
         """Sets of graphs of each chunk: as many as microbatches are in flight."""
+
+    def _make_calls(self, region: Region, modules: Named) -> RegionCalls:
+        return OrderedCalls(region, modules, self, self.session.stats(region.name, region.kind))
 
     def _find_chunks(self, chunks: Sequence[nn.Module]) -> Mapping[Region, int]:
         owners: dict[int, int] = {}
@@ -136,7 +155,7 @@ class OrderedGraphs(CudaGraphManager):
             for receiver in now.chain.receivers if now.chain is not None else ():
                 if receiver.pending is not None:
                     receiver.pending.drop()
-        if self._has_run and self._is_idle():
+        if self._has_run and not self._num_in_flight():
             self._num_held_steps = self._num_held_steps + 1 if self._is_held else 0
             self._has_run = self._is_held = False
             if self._num_held_steps >= self._config.capture_after:
@@ -144,8 +163,14 @@ class OrderedGraphs(CudaGraphManager):
                 self._replace()
         super().before_call()
 
+    def _num_in_flight(self) -> int:
+        return self._num_open + len(self._eager_in_flight)
+
     def _is_idle(self) -> bool:
-        return not self._num_open and not self._eager_in_flight
+        """True if nothing is in flight but weight gradients of a step that will not go on."""
+        if self._waiting and self._cursor is not None and self._cursor.expected.phase is Phase.WEIGHT_GRADIENT:
+            return False  # Whoever forgets them is told.
+        return self._num_in_flight() == len(self._waiting)
 
     def observed_call(self) -> PlanObserver | None:
         """Calls are recorded until the capture."""
@@ -176,22 +201,38 @@ class OrderedGraphs(CudaGraphManager):
 
         return take_backward
 
-    def not_replayed(self, calls: RegionCalls, reason: EagerReason) -> Callable[[Any], None] | None:
+    def open_run(self, chain: Chain, index: int) -> ChainRun:
+        """See the base; weight gradients may have a turn of their own."""
+        triple = chain.pairs[index]
+        if not isinstance(triple, GraphTriple):
+            return super().open_run(chain, index)
+        check = self.before_run(chain, index)
+        now = self._current[self._chunk_of[triple.region]]
+        self._num_open += 1
+        return TripleRun(chain, triple, self._run_closed, check, partial(self._waiting.add, _place(now)))
+
+    def not_replayed(self, calls: RegionCalls, reason: EagerReason) -> Callable[..., Any]:
         """Refuse a call out of turn; any other one takes the turn of its chunk as a replay would."""
+        function = calls.region.function
         # Of a step in training, one layer may still be in evaluation mode.
         is_training = torch.is_grad_enabled() and any(chunk.training for chunk in self._chunks)
         is_evaluation = reason is EagerReason.EVALUATION and not is_training
         if is_evaluation or reason in _NOT_OF_THE_STEP:
-            return None
+            return function
         now = self._turn_of(calls.region)
         if now is None:
-            return None
+            return function
         if reason in (EagerReason.RESULT_HELD, EagerReason.PLACE_IN_USE):
             self._is_held = True
             self._copy_held_results(calls)
         begins, token = partial(self._backward_begins, now, self._cursor), object()
         self._eager_in_flight.add(token)
-        return EagerForward(begins, partial(self._eager_in_flight.discard, token)).watch
+        ends = partial(self._eager_in_flight.discard, token)
+        if not self._has_weight_turns:
+            return partial(EagerForward(begins, ends).run, function)
+        wait = partial(self._waiting.add, _place(now))
+        run = EagerTriple(function, calls.region.name, ends, begins, wait)
+        return lambda *arguments, **named: run.start(arguments, named)
 
     def _turn_of(self, region: Region) -> _Microbatch | None:
         """The microbatch that a call belongs to; the first call of one takes the turn of its forward.
@@ -206,14 +247,19 @@ class OrderedGraphs(CudaGraphManager):
         chunk = self._chunk_of[region]
         now = self._current.get(chunk)
         if now is None or now.has_backward or place <= self._latest_place(now):
-            turn = cursor.next_forward(_LAYERS, chunk)
+            turn = cursor.next_turn(_LAYERS, chunk, Phase.FORWARD)
             expected = cursor.expected
             try:
+                if cursor.begins_anew(turn):
+                    self._waiting.give_up()
+                    self._microbatches.clear()
                 cursor.take(turn)
             except PlanError as error:
                 named = replace(turn, name=region.name)
                 raise PlanError(f"expected {expected}, and {named} came", where=error.where, fix=error.fix) from None
             now = self._current[chunk] = _Microbatch(turn, place)
+            if self._has_weight_turns:
+                self._microbatches[_place(now)] = now
         now.place, now.chain = place, None
         return now
 
@@ -226,9 +272,44 @@ class OrderedGraphs(CudaGraphManager):
 
     def _backward_begins(self, now: _Microbatch, cursor: OrderCursor | None) -> None:
         # After the graphs are deleted there is no order any more.
-        if cursor is not None and cursor is self._cursor and not now.has_backward:
+        if cursor is None or cursor is not self._cursor:
+            return
+        if not now.has_backward:
             cursor.take(replace(now.turn, phase=Phase.BACKWARD))
             now.has_backward = True
+        elif now.is_over:
+            raise PlanError(
+                f"{replace(now.turn, phase=Phase.BACKWARD)} goes on after its weight gradients were computed",
+                where=f"model chunk {now.turn.chunk + 1}",
+                fix="call backward_dw() when the whole backward of the microbatch has run",
+            )
+
+    def weight_gradients(self, chunk: int) -> None:
+        """Accumulate the weight gradients of the next microbatch of a chunk. See :meth:`TECudaGraphHelper.backward_dw`.
+
+        Raises:
+            PlanError: it is not their turn.
+            LifecycleError: a result was changed in place meanwhile, a parameter got a hook, or a backward is under way.
+            StaleAddressError: a gradient has moved.
+        """
+        cursor = self._cursor
+        if cursor is None:
+            return  # Eager backwards compute them; those that were in flight at the end of the graphs did so too.
+        if chunk not in set(map(self._chunk_of.__getitem__, self._places)):
+            return  # Nothing of it is captured, and it has no turns.
+        if torch_private.backward_pass() is not None:
+            raise LifecycleError(
+                "a backward is under way, and more weight gradients may come",
+                where="backward_dw",
+                fix="call backward_dw() after backward() has returned, and not in a hook",
+            )
+        turn = cursor.next_turn(_LAYERS, chunk, Phase.WEIGHT_GRADIENT)
+        cursor.check(turn)
+        place = turn.chunk, turn.microbatch
+        self._waiting.prepare(place)
+        cursor.take(turn)
+        self._microbatches.pop(place).is_over = True
+        self._waiting.compute(place)
 
     # ----- capture
 
@@ -250,7 +331,8 @@ class OrderedGraphs(CudaGraphManager):
         if observer is None or not self.is_recorded:
             raise self._not_recorded(observer)
         # With one microbatch at a time, it does not matter what becomes of forwards that nobody has used.
-        num_in_flight = observer.num_in_flight if len(steps) > 2 else 0
+        is_one_by_one = sum(step.phase is Phase.FORWARD for step in steps) == 1
+        num_in_flight = 0 if is_one_by_one else observer.num_in_flight
         if num_in_flight:
             raise LifecycleError(
                 f"a step is under way: a backward may still come for {num_in_flight} calls of layers",
@@ -291,6 +373,7 @@ class OrderedGraphs(CudaGraphManager):
         # The order does not wait for a chunk without anything to capture.
         chunks = {self._chunk_of[region] for region in self._places}
         turns = [Turn(_LAYERS, step.chunk, step.microbatch, step.phase) for step in steps if step.chunk in chunks]
+        self._has_weight_turns = any(turn.phase is Phase.WEIGHT_GRADIENT for turn in turns)
         self._cursor = OrderCursor(turns, self._is_idle)
 
     def _not_recorded(self, observer: PlanObserver | None) -> LifecycleError:
@@ -364,23 +447,38 @@ class OrderedGraphs(CudaGraphManager):
     def delete(self) -> None:
         """Put the layers' own ``forward`` back, and free the graphs as soon as nothing is in flight.
 
-        What is in flight keeps its backward. May be called twice.
+        What is in flight keeps its backward, which computes weight gradients as well from now on; those that wait for
+        their turn are computed here. May be called twice.
+
+        Raises:
+            LifecycleError, StaleAddressError: those cannot be computed, see :meth:`weight_gradients`.
         """
         self._put_back()
         self._cursor = None
         self._closes_when_idle = True
-        if not self._num_open:
+        try:
+            self._waiting.compute_all()
+        finally:
+            self._close_if_idle()
+
+    def _close_if_idle(self) -> None:
+        if not self._num_open and not self._waiting:
             self.close()
 
     def _run_closed(self) -> None:
         super()._run_closed()
-        if self._closes_when_idle and not self._num_open:
-            self.close()
+        if self._closes_when_idle:
+            self._close_if_idle()
 
     def close(self) -> None:
         """See the base."""
         self._cursor = None
+        self._waiting.give_up()
         super().close()
+
+
+def _place(microbatch: _Microbatch) -> Place:
+    return microbatch.turn.chunk, microbatch.turn.microbatch
 
 
 def _without(regions: Collection[Region], call: ObservedCall) -> ObservedCall:

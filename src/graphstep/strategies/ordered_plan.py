@@ -37,13 +37,15 @@ def ordered_plan(
 
     Returns:
         For each forward of the schedule the layers of its chunk in the recorded order, in the lowest slot that is free,
-        and for each backward the same the other way round. So there are as many slots as microbatches in flight.
+        and for each backward, and for weight gradients of their own, the same the other way round. So there are as many
+        slots as microbatches in flight.
     """
     layers = _layers_of(recorded, chunk_of)
     found = OrderedPlan(
         Plan(reused=set(recorded.reused)), {}, tuple(_depth(steps, chunk) for chunk in range(len(layers)))
     )
     slots: dict[tuple[int, int], int] = {}
+    last_phase = Phase.WEIGHT_GRADIENT if any(s.phase is Phase.WEIGHT_GRADIENT for s in steps) else Phase.BACKWARD
     for step in steps:
         keys = layers[step.chunk] if step.chunk < len(layers) else []
         place = step.chunk, step.microbatch
@@ -51,9 +53,10 @@ def ordered_plan(
             slots[place] = lowest_free([slot for (chunk, _), slot in slots.items() if chunk == step.chunk])
             for key in keys:
                 _add_forward(found, recorded.calls[key], handovers.get(key), key, slots[place], set(keys))
-        elif step.phase is Phase.BACKWARD:
-            slot = slots.pop(place)
-            found.plan.events += [Event(variant, slot, Phase.BACKWARD) for variant, _ in reversed(keys)]
+        else:
+            found.plan.events += [Event(variant, slots[place], step.phase) for variant, _ in reversed(keys)]
+            if step.phase is last_phase:
+                del slots[place]
     return found
 
 

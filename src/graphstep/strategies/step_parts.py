@@ -50,6 +50,11 @@ class StepParts:
             seen[name] += 1
         return tuple(named)
 
+    def add_modules(self, modules: Iterable[nn.Module]) -> None:
+        """Those that are used without being called, if modules are looked for."""
+        if self._looks_for_modules:
+            self._called.update((id(module), module) for module in modules)
+
     def __len__(self) -> int:
         return len(self._called) + len(self._stepped)
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import islice
 from typing import Any
 
@@ -14,7 +15,8 @@ from graphstep.capture.report import CaptureReport
 from graphstep.capture.session import GraphSession
 from graphstep.capture.static_inputs import to_device
 from graphstep.config import CudaGraphConfig
-from graphstep.errors import ConfigError, InputMismatchError, LifecycleError, Problem
+from graphstep.errors import ConfigError, InputMismatchError, LifecycleError, PlanError, Problem
+from graphstep.strategies.order_problems import is_whole, raise_if_any, size_problems
 from graphstep.strategies.order_steps import steps_of
 from graphstep.strategies.ordered_graphs import OrderedGraphs
 from graphstep.strategies.pipeline_order import pipeline_order
@@ -46,11 +48,12 @@ class TECudaGraphHelper:
         pipeline_size: stages.
         pipeline_rank: of this stage, from 0.
         microbatch_group_size: of an interleaved schedule; by default the number of stages.
-        order: in place of the numbers above, as ``_order`` of :func:`graphstep.make_graphed_callables`.
+        order: in place of the numbers above, as ``_order`` of :func:`graphstep.make_graphed_callables`. Where it has
+            entries for weight gradients, each is a call of :meth:`backward_dw`.
         session: owner of the graphs; by default a new one on the device of the first parameter.
 
     Raises:
-        ConfigError: no layer can be captured, sizes that make no schedule, or another ``impl``.
+        ConfigError: no layer can be captured, sizes or an order that make no schedule, or another ``impl``.
     """
 
     def __init__(
@@ -69,9 +72,7 @@ class TECudaGraphHelper:
         session: GraphSession | None = None,
     ) -> None:
         del optimizers
-        chunks = [model] if isinstance(model, nn.Module) else list(model)
-        if not chunks:
-            raise ConfigError(Problem("te-no-model", "there is no model chunk", "model", "give a module"))
+        chunks = _checked_chunks(model, config, {"seq_length": seq_length, "micro_batch_size": micro_batch_size})
         if order is None:
             is_single = pipeline_size == 1 and len(chunks) == 1
             order = pipeline_order(
@@ -83,11 +84,11 @@ class TECudaGraphHelper:
             )
         self.steps = steps_of(order, num_chunks=len(chunks), names="order")
         """The schedule that is captured."""
-        if any(step.phase is Phase.WEIGHT_GRADIENT for step in self.steps):
-            what = "the order has entries of their own for weight gradients, which graphs of layers do not have"
-            raise ConfigError(Problem("te-weight-gradients", what, "order", "leave the entries out that end in .5"))
         self._sizes = micro_batch_size, seq_length
-        self._graphs = OrderedGraphs(chunks, config, session=session)
+        try:
+            self._graphs = OrderedGraphs(chunks, config, session=session)
+        except ConfigError as error:
+            raise ConfigError([_without_flags(problem) for problem in error.problems]) from None
         self._has_captured = self._is_deleted = False
 
     @property
@@ -156,6 +157,36 @@ class TECudaGraphHelper:
             )
         graphs.set_manual_hooks(hook)
 
+    def backward_dw(self, chunk: int = 0) -> None:
+        """Accumulate the weight gradients of the next microbatch of a model chunk, last layer first.
+
+        For orders with entries for weight gradients. Backwards of captured layers give the gradients of the inputs
+        only then; weights outside of them have theirs from the backward. Before :meth:`create_cudagraphs` and after
+        :meth:`delete_cuda_graphs` backwards compute everything, and this does nothing: so it may be called from the
+        first step on.
+
+        Args:
+            chunk: from 0.
+
+        Raises:
+            PlanError: names the turn that was expected and the one that came; or the order has no such entries.
+            ConfigError: there is no such chunk.
+            LifecycleError: a result of a layer was changed in place, or a parameter got a hook, since its forward; or
+                this is called inside of a backward.
+            StaleAddressError: a gradient has moved.
+        """
+        if not any(step.phase is Phase.WEIGHT_GRADIENT for step in self.steps):
+            raise PlanError(
+                "backwards compute the gradients of the weights as well; they have no turn of their own",
+                where="backward_dw",
+                fix="leave backward_dw() out, or give order with an entry -n - 0.5 for each backward -n",
+            )
+        num_chunks = 1 + max(step.chunk for step in self.steps)
+        if not is_whole(chunk) or not 0 <= chunk < num_chunks:
+            what = f"a model chunk is from 0 and below {num_chunks}, got {chunk!r}"
+            raise ConfigError(Problem("te-chunk", what, "argument chunk", "count the chunks from 0"))
+        self._graphs.weight_gradients(chunk)
+
     def capture_finished(self) -> bool:
         """True once :meth:`create_cudagraphs` has succeeded; stays so after :meth:`delete_cuda_graphs`."""
         return self._has_captured
@@ -167,7 +198,8 @@ class TECudaGraphHelper:
     def delete_cuda_graphs(self) -> None:
         """Free the graphs; the layers run eagerly from now on. May be called at any time, and twice.
 
-        What is in flight keeps its backward: memory is free when the last one has run, or its results are gone.
+        What is in flight keeps its backward: memory is free when the last one has run, or its results are gone. Weight
+        gradients that wait for their turn are computed here.
         """
         self._is_deleted = True
         self._graphs.delete()
@@ -184,6 +216,33 @@ class TECudaGraphHelper:
                 fix="make a new TECudaGraphHelper, run a training step, then call create_cudagraphs()",
             )
         return self._graphs
+
+
+def _checked_chunks(model: Any, config: Any, sizes: Mapping[str, int]) -> list[nn.Module]:
+    problems = size_problems(sizes)
+    chunks = list(model) if isinstance(model, Iterable) and not isinstance(model, nn.Module) else [model]
+    if not chunks:
+        problems.append(Problem("te-no-model", "there is no model chunk", "model", "give a module"))
+    for chunk in chunks:
+        if not isinstance(chunk, nn.Module):
+            what = f"a model chunk is a torch.nn.Module, got a {type(chunk).__name__}"
+            problems.append(Problem("te-no-module", what, "model", "give the model, or a list of its chunks"))
+    if not isinstance(config, CudaGraphConfig):
+        what = f"config is a CudaGraphConfig, got a {type(config).__name__}"
+        fix = "give graphstep.config.CudaGraphConfig(impl='transformer_engine')"
+        problems.append(Problem("te-config", what, "config", fix))
+    raise_if_any(problems)
+    return chunks
+
+
+def _without_flags(problem: Problem) -> Problem:
+    """For a loop of one's own, which has no command line."""
+    if problem.code != "nothing-to-capture":
+        return problem
+    fix = problem.fix
+    if "attach(" in fix:
+        fix = "make them of segments (graphstep.models.SegmentedModule), or use graphstep.make_graphed_callables"
+    return replace(problem, where="CudaGraphConfig.modules", fix=fix)
 
 
 class TransformerEngineGraphs:

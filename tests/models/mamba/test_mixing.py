@@ -65,3 +65,19 @@ def test_kernels(chunks: int, forward: int, backward: int) -> None:
     with logged_kernels() as launched:
         y.backward(upstream)
     assert len(launched) == backward, launched
+
+
+def test_deterministic_mode_does_without_operations_that_it_refuses_on_a_gpu() -> None:
+    tensors = drawn(2, 8)
+    expected = mixed(4, *tensors)
+    upstream = torch.randn_like(expected)
+    expected_grads = torch.autograd.grad(expected, tensors, upstream)
+    torch.use_deterministic_algorithms(True)
+    try:
+        with logged_kernels() as launched:
+            y = mixed(4, *tensors)
+            grads = torch.autograd.grad(y, tensors, upstream)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert "cumsum" not in launched
+    torch.testing.assert_close((y, *grads), (expected, *expected_grads))

@@ -128,7 +128,8 @@ def test_a_backward_from_the_first_layer(device: torch.device) -> None:
             if step in (2, 3):
                 x = torch.full((2, 6, HIDDEN), 0.5, device=loop.device, requires_grad=True)
                 result = loop.model.layers[0](x)
-                result.sum().backward()
+                # Not sum(): it gives a gradient of stride 0, and on a GPU strides choose kernels.
+                (result * x.detach()).sum().backward()
                 loop.note(result.detach().clone())
                 loop.kept.append(result.detach().clone())
                 del result

@@ -12,6 +12,7 @@ import torch
 from tests.strategies.callables.jobs import DTYPES, HIDDEN, SIZE, Block, Job, compared, nothing_is_replayed
 from torch import Tensor
 
+from graphstep import make_graphed_callables
 from graphstep.errors import InputMismatchError
 
 
@@ -282,3 +283,16 @@ def test_keyword_for_what_was_positional_in_the_sample_is_refused(device: torch.
     with nothing_is_replayed(job.handles[0], module), pytest.raises(InputMismatchError, match="'x'"):
         given(x=job.draw(requires_grad=True))
     job.close()
+
+
+@pytest.mark.parametrize("is_negated", [False, True])
+def test_a_view_with_other_values_over_the_same_memory_is_refused(device: torch.device, is_negated: bool) -> None:
+    """What lies in memory is the negative of its values, or of the sample's."""
+    layer = torch.nn.Linear(HIDDEN, HIDDEN, device=device)
+    plain = torch.ones(SIZE, HIDDEN, device=device)
+    given, other = (torch._neg_view(plain), plain) if is_negated else (plain, torch._neg_view(plain))
+    expected = layer(given)
+    graphed = make_graphed_callables(layer, (given.clone() if not is_negated else torch._neg_view(plain.clone()),))
+    assert torch.equal(graphed(given), expected)
+    with pytest.raises(InputMismatchError, match="argument 'input' changed is_neg"):
+        graphed(other)

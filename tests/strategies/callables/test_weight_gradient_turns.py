@@ -150,6 +150,47 @@ def test_changed_attribute_runs_eagerly_with_weight_gradients_in_their_turn(devi
     assert job.reasons() == {"changed-attribute": 4}
 
 
+@pytest.mark.parametrize("hidden_first", [True, False])
+def test_second_derivatives_are_refused_eagerly_too(device: torch.device, hidden_first: bool) -> None:
+    """Whether or not what arrives at the call has a history of its own."""
+    job = Job(device, True, torch.float32)
+    (call,) = calls_of(job, job.built(Block), [1, -1, -1.5])
+    job.models[0].dropout.p = 0.5  # type: ignore[union-attr]
+    x = job.draw(requires_grad=True)
+    result = call(x)
+    loss = result.square().sum() if hidden_first else result.sum()
+    with pytest.raises(LifecycleError, match="create_graph=True") as caught:
+        torch.autograd.grad(loss, x, create_graph=True)
+    assert caught.value.where == "callables[0] (Block)"
+    job.handles[0].reset()
+
+
+class HooksActivations(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(HIDDEN, HIDDEN), nn.Linear(HIDDEN, HIDDEN)
+        self.doubles = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x)
+        if self.doubles:
+            hidden.register_hook(lambda gradient: gradient * 2)
+        result: Tensor = self.second(hidden.tanh())
+        return result
+
+
+def test_a_hook_on_an_activation_that_is_new_after_the_capture_runs_once(device: torch.device) -> None:
+    def script(job: Job) -> None:
+        order = [1, -1, -1.5]
+        module = job.built(HooksActivations)
+        calls = calls_of(job, module, order)
+        for doubles in (False, True, False, True):
+            module.doubles = doubles  # type: ignore[assignment]
+            stepped(job, calls, order)
+
+    assert compared(device, script, replays=2).reasons() == {"changed-attribute": 2}
+
+
 @pytest.mark.parametrize("kind", [Several, InPython, Block])
 def test_eager_calls_among_replays(device: torch.device, kind: type[nn.Module]) -> None:
     """A hook that is new at one call: gradients are accumulated in the order of the turns all the same."""

@@ -10,7 +10,7 @@ import pytest
 import torch
 from tests.strategies.models import Decoder, in_order
 from tests.strategies.runs import Run, insist_on_the_same_bits
-from torch import Tensor
+from torch import Tensor, nn
 
 from graphstep.config import CudaGraphConfig
 from graphstep.errors import ConfigError
@@ -94,11 +94,6 @@ def test_a_helper_that_is_refused_leaves_the_model_as_it_was() -> None:
     assert all("forward" not in layer.__dict__ for chunk in chunks for layer in chunk.layers)
 
 
-def test_weight_gradients_of_their_own_are_refused() -> None:
-    with pytest.raises(ConfigError, match="entries of their own for weight gradients"):
-        TECudaGraphHelper(Decoder(), CudaGraphConfig(impl=TE), 6, 2, order=(1, -1, -1.5))
-
-
 def test_a_policy_that_captures_nothing(device: torch.device) -> None:
     run = Run(device, "none", build=THREE)
     helper = TECudaGraphHelper(run.model, CudaGraphConfig(impl=TE, policy="off"), 6, 2)
@@ -107,4 +102,33 @@ def test_a_policy_that_captures_nothing(device: torch.device) -> None:
     assert helper.capture_finished()
     assert not helper.graphs_created()
     assert helper.report().rows == ()
+    helper.delete_cuda_graphs()
+
+
+def test_arguments_that_make_no_helper() -> None:
+    with pytest.raises(ConfigError) as caught:
+        TECudaGraphHelper([Decoder(), 3], None, "6", 0)  # type: ignore[list-item, arg-type]
+    assert [problem.where for problem in caught.value.problems] == [
+        "argument seq_length",
+        "argument micro_batch_size",
+        "model",
+        "config",
+    ]
+    with pytest.raises(ConfigError) as caught:
+        TECudaGraphHelper(nn.Sequential(nn.Linear(2, 2)), CudaGraphConfig(impl=TE), 6, 2)
+    assert "make_graphed_callables" in caught.value.problems[0].fix
+
+
+@pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
+def test_results_from_before_the_capture_may_be_dropped_after_it(device: torch.device) -> None:
+    run = Run(device, "none", build=THREE)
+    helper = TECudaGraphHelper(run.model, CudaGraphConfig(impl=TE), 6, 2)
+    batch = {name: tensor.to(device) for name, tensor in run.batch().items()}
+    run.step(1)
+    kept = run.model(**batch)
+    helper.create_cudagraphs()
+    del kept
+    gc.collect()
+    run.step(1)
+    assert [row.num_replays for row in helper.report().rows] == [1, 1, 1]
     helper.delete_cuda_graphs()

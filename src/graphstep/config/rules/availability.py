@@ -12,7 +12,10 @@ _NOT_YET: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "mtp_num_layers": (lambda v: v is not None, "leave it out"),
     "multi_latent_attention": (bool, "leave it out"),
     "fp16": (bool, "use --bf16, or neither"),
-    "fp8_format": (lambda v: v is not None, "use --bf16"),
+    "fp8_format": (
+        lambda v: v is not None,
+        "use --bf16; or GPTModel(config, fp8=DelayedScaling()) in a loop of your own (docs/fp8.md)",
+    ),
     "fp4_format": (lambda v: v is not None, "use --bf16"),
     "optimizer": (lambda v: v != "adam", "use --optimizer adam"),
     "skip_train": (bool, "leave it out"),

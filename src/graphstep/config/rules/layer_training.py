@@ -7,7 +7,7 @@ from typing import Any
 
 from graphstep.config.rules.graphs import captures_whole_layers
 from graphstep.config.rules.mamba import MAMBA_RULES, has_letter
-from graphstep.config.rules.moe import EXPERT_SHAPES
+from graphstep.config.rules.moe import EXPERT_SHAPES, STATIC_EXPERTS
 from graphstep.config.rules.rule import Rule
 
 _LETTERS = frozenset("M*-E")
@@ -83,6 +83,7 @@ LAYER_TRAINING_RULES: tuple[Rule, ...] = (
     Rule(
         code="whole-layers-need-static-experts",
         fields=(*_GRAPH, *EXPERT_SHAPES, "dynamic_experts"),
+        blames=("cuda_graph_impl", "num_experts", *STATIC_EXPERTS),
         broken=lambda o: _leaves_experts_out(o) and not _may_stay_eager(o),
         what="with --cuda-graph-impl {cuda_graph_impl} experts are inside of graphs, and cannot be: {dynamic_experts}",
         fix="add --moe-grouped-gemm --disable-bias-linear --bf16, or --moe-expert-capacity-factor 1.0 "
@@ -93,6 +94,7 @@ LAYER_TRAINING_RULES: tuple[Rule, ...] = (
     Rule(
         code="dynamic-experts-stay-eager",
         fields=(*_GRAPH, *EXPERT_SHAPES, "dynamic_experts"),
+        blames=("cuda_graph_impl", "num_experts", *STATIC_EXPERTS),
         broken=lambda o: _leaves_experts_out(o) and _may_stay_eager(o) and o.cuda_graph_policy != "off",
         what="what has experts in it will run eagerly with --cuda-graph-impl {cuda_graph_impl}: {dynamic_experts}",
         fix="add --moe-grouped-gemm --disable-bias-linear --bf16, or use local with "
@@ -103,6 +105,7 @@ LAYER_TRAINING_RULES: tuple[Rule, ...] = (
     Rule(
         code="moe-grouped-gemm-bias",
         fields=("num_experts", "moe_grouped_gemm", "add_bias_linear", *_PADDED),
+        blames=("moe_grouped_gemm", "add_bias_linear"),
         broken=lambda o: _multiplies_in_groups(o) and o.add_bias_linear,
         what="experts in one grouped matrix multiplication have no biases, and linear layers have them",
         fix="add --disable-bias-linear, or leave --moe-grouped-gemm out",
@@ -119,6 +122,7 @@ LAYER_TRAINING_RULES: tuple[Rule, ...] = (
             "device",
             *_PADDED,
         ),
+        blames=("hidden_size", "moe_ffn_hidden_size"),
         broken=lambda o: (
             _multiplies_in_groups(o)
             and o.device != "cpu"

@@ -21,6 +21,8 @@ EXPERT_SHAPES = (
     "device",
 )
 """What decides whether experts can be inside of a graph."""
+STATIC_EXPERTS = ("moe_grouped_gemm", "moe_expert_capacity_factor", "moe_pad_expert_input_to_capacity")
+"""What makes them static."""
 _EXPERT_PARTS = frozenset({"expert_fc1", "moe_act", "fused_group_mlp"})
 
 _NEED_EXPERTS = (
@@ -206,6 +208,7 @@ MOE_RULES: tuple[Rule, ...] = (
     Rule(
         code="moe-needs-static-shapes",
         fields=(*_GRAPH, *EXPERT_SHAPES, "dynamic_experts"),
+        blames=("cuda_graph_modules", "num_experts", *STATIC_EXPERTS),
         broken=lambda o: names_module(o, "moe") and has_experts(o) and bool(o.dynamic_experts),
         what="experts can be captured only with static shapes and without reads on the host: {dynamic_experts}",
         fix="add --moe-grouped-gemm --bf16 on one expert rank, or --moe-expert-capacity-factor 1.0 "
@@ -214,6 +217,7 @@ MOE_RULES: tuple[Rule, ...] = (
     Rule(
         code="grouped-gemm-half-precision",
         fields=(*_GRAPH, *EXPERT_SHAPES, "dynamic_experts"),
+        blames=("moe_grouped_gemm", "bf16"),
         broken=lambda o: (
             (captures_whole_layers(o) or names_module(o, "moe"))
             and has_experts(o)

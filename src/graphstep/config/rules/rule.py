@@ -30,6 +30,8 @@ class Rule:
     """Expected and found; ``{hidden_size}`` stands for the value."""
     fix: str = ""
     """The change to make."""
+    blames: tuple[str, ...] = ()
+    """The options to name, where they are fewer than those it looks at."""
     is_notice: bool = False
     """The user is told, and the run goes on."""
     for_training: bool = False
@@ -40,7 +42,7 @@ class Rule:
     @property
     def where(self) -> str:
         """The options as typed on a command line, and the environment variables."""
-        words = (VARIABLES.get(name) or flag_of(name) for name in self.fields if not is_fact(name))
+        words = (VARIABLES.get(name) or flag_of(name) for name in self.blames or self.fields if not is_fact(name))
         return ", ".join(dict.fromkeys(words))
 
     @property

@@ -108,6 +108,16 @@ def scan_chunks_backward(
     return grad_x_dt, grad_cum, grad_bc
 
 
+def sums_so_far(values: Tensor, causal_QQ: Tensor) -> Tensor:
+    """The sum of each value [..., Q] and of those before it.
+
+    On a GPU PyTorch's own counts as not deterministic and is refused where only such operations are asked for.
+    """
+    if torch.are_deterministic_algorithms_enabled():
+        return (values[..., None, :] * causal_QQ).sum(-1)
+    return values.cumsum(-1)
+
+
 def _by_step(sums_CGBQR: Tensor) -> Tensor:
     return sums_CGBQR.permute(0, 1, 4, 2, 3)
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from graphstep.models.mamba.chunks import Scanned, scan_chunks, scan_chunks_backward
+from graphstep.models.mamba.chunks import Scanned, scan_chunks, scan_chunks_backward, sums_so_far
 from graphstep.models.mamba.convolution import convolve, convolve_backward
 from graphstep.models.mamba.layout import MixerLayout, MixerWeights
 
@@ -60,12 +60,14 @@ class _Mix(torch.autograd.Function):
         torch.add(layout.by_step(raw, chunk), _per_head(dt_bias.to(wide), layout), out=steps)
         dt = torch.nn.functional.softplus(steps)
         a = _per_head(torch.exp(a_log, out=torch.empty_like(a_log, dtype=wide)).neg_(), layout)
-        y, scanned = scan_chunks(x, dt, (dt * a).cumsum(-1), bc[0], bc[1], causal)
+        y, scanned = scan_chunks(x, dt, sums_so_far(dt * a, causal), bc[0], bc[1], causal)
         scan = projected.new_empty(z.shape)
         torch.addcmul(y, x, _per_head(d, layout)[..., None], out=layout.by_head(scan, chunk))
         gate = torch.nn.functional.silu(z)
         ctx.layout, ctx.chunk = layout, chunk
-        ctx.save_for_backward(projected, conv_weight, d, before, x, bc, steps, dt, a, scan, gate, *scanned.tensors())
+        ctx.save_for_backward(
+            causal, projected, conv_weight, d, before, x, bc, steps, dt, a, scan, gate, *scanned.tensors()
+        )
         return scan * gate
 
     @staticmethod
@@ -74,7 +76,7 @@ class _Mix(torch.autograd.Function):
         layout: MixerLayout = ctx.layout
         chunk: int = ctx.chunk
         grad_out: Tensor = grad_outputs[0]
-        projected, conv_weight, d, before, x, bc, steps, dt, a, scan, gate, *rest = ctx.saved_tensors
+        causal, projected, conv_weight, d, before, x, bc, steps, dt, a, scan, gate, *rest = ctx.saved_tensors
         aten = torch.ops.aten
         z, mixed, _ = projected.split(layout.widths, dim=-1)
         grad_projected = torch.empty_like(projected)
@@ -85,7 +87,7 @@ class _Mix(torch.autograd.Function):
         grad_x_dt, grad_cum, grad_bc = scan_chunks_backward(grad_y, x, dt, bc[0], bc[1], Scanned(*rest))
         grad_x = (grad_y * _per_head(d, layout)[..., None]).addcmul_(grad_x_dt, dt[..., None])
 
-        grad_a_dt = grad_cum.flip(-1).cumsum(-1).flip(-1)
+        grad_a_dt = sums_so_far(grad_cum.flip(-1), causal).flip(-1)
         grad_dt = (grad_x_dt * x).sum(-1, dtype=dt.dtype).addcmul_(grad_a_dt, a)
         grad_a_log = ((grad_a_dt * dt).sum((0, 3, 4), keepdim=True) * a).view(-1)
         grad_steps = aten.softplus_backward(grad_dt, steps, 1.0, 20.0)

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from graphstep.config.model import ModelConfig
 from graphstep.config.moe import MoEConfig
 from graphstep.models.auxiliary_losses import GradientScale
-from graphstep.models.moe.dispatcher import Plan, build_dispatcher
+from graphstep.models.moe.dispatcher import Dispatched, Plan, build_dispatcher
 from graphstep.models.moe.experts import build_experts
+from graphstep.models.moe.permutation import RowOrder
 from graphstep.models.moe.router import TopKRouter
 from graphstep.models.moe.shared_experts import SharedExperts
 
@@ -77,9 +78,23 @@ class MoEBlock(nn.Module):
         """Work out what the dispatcher needs; see :meth:`graphstep.models.moe.dispatcher.Dispatcher.preprocess`."""
         return self.dispatcher.preprocess(probs_TK, experts_TK)
 
+    @property
+    def moves_rows_alone(self) -> bool:
+        """True where rows only change their order on this device, and nothing runs beside it: graphs can hold it."""
+        return self.dispatcher.num_ranks == 1 and not self.overlaps
+
+    def dispatch(self, x_BSH: Tensor, probs_TK: Tensor, experts_TK: Tensor, plan: Plan) -> Dispatched:
+        """Bring the tokens to the experts of this rank."""
+        return self.dispatcher.dispatch(x_BSH.flatten(0, -2), probs_TK, experts_TK, plan)
+
+    def combine(self, y_NH: Tensor, probs_TK: Tensor, plan: Plan) -> Tensor:
+        """Add up what the experts made of the rows of each token, weighted: [T, H]. On one rank only."""
+        order = RowOrder(*plan)
+        return self.dispatcher.combine(y_NH, Dispatched(y_NH, order.ends, order, probs_TK))
+
     def compute(self, x_BSH: Tensor, probs_TK: Tensor, experts_TK: Tensor, plan: Plan) -> Tensor:
         """Dispatch, run the experts, and combine: the weighted sum over the chosen experts, [B, S, H]."""
-        sent = self.dispatcher.dispatch(x_BSH.flatten(0, -2), probs_TK, experts_TK, plan)
+        sent = self.dispatch(x_BSH, probs_TK, experts_TK, plan)
         return self.dispatcher.combine(self.experts(sent.x, sent.ends), sent).view_as(x_BSH)
 
     def compute_beside_shared(

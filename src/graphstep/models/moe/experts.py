@@ -17,7 +17,7 @@ from graphstep.config.model import ModelConfig
 from graphstep.config.moe import MoEConfig
 from graphstep.errors import CaptureError, ConfigError, Problem
 from graphstep.models.initialization import WeightInitializer
-from graphstep.models.mlp import swiglu
+from graphstep.models.mlp import swiglu, swiglu_backward, swiglu_forward
 
 _HOPPER, _BLACKWELL = (9, 0), (10, 0)
 
@@ -109,6 +109,9 @@ class GroupedExperts(Experts):
             CaptureError: under capture, where the product reads the ends on the host.
         """
         refuse_host_reads(x_NH, self.up, self.down)
+        if self.gated and not torch.compiler.is_compiling() and not x_NH.is_meta:
+            function: Callable[..., Tensor] = _GatedExperts.apply
+            return function(x_NH, self.up, self.down, ends_E)
         inner_NF = self._activate(grouped_product(x_NH, self.up, ends_E))
         return grouped_product(inner_NF, self.down, ends_E)
 
@@ -240,10 +243,43 @@ class _GroupedProduct(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             grad_x = functional.grouped_mm(grad_NM, weight_EKM.transpose(1, 2), offs=ends_E)
         if ctx.needs_input_grad[1]:
-            grad_weight = functional.grouped_mm(x_NK.t(), grad_NM, offs=ends_E)
-            if grad_weight.is_cuda and torch.cuda.get_device_capability(grad_weight.device) >= _BLACKWELL:
-                grad_weight.masked_fill_(_is_empty(ends_E)[:, None, None], 0.0)
+            grad_weight = _weight_gradient(x_NK, grad_NM, ends_E)
         return grad_x, grad_weight, None
+
+
+class _GatedExperts(torch.autograd.Function):
+    """Product, SwiGLU, product in one node: where experts run eagerly, nodes are what the host is busy with."""
+
+    @staticmethod
+    def forward(ctx: Any, x_NH: Tensor, up_EHM: Tensor, down_EFH: Tensor, ends_E: Tensor) -> Tensor:
+        gated_NM = functional.grouped_mm(x_NH, up_EHM, offs=ends_E)
+        inner_NF, activated_NF = swiglu_forward(gated_NM)
+        ctx.save_for_backward(x_NH, up_EHM, down_EFH, ends_E, gated_NM, activated_NF, inner_NF)
+        return functional.grouped_mm(inner_NF, down_EFH, offs=ends_E)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
+        x_NH, up_EHM, down_EFH, ends_E, gated_NM, activated_NF, inner_NF = ctx.saved_tensors
+        grad_NH: Tensor = grad_outputs[0].contiguous()
+        grad_x = grad_up = grad_down = None
+        if ctx.needs_input_grad[2]:
+            grad_down = _weight_gradient(inner_NF, grad_NH, ends_E)
+        if ctx.needs_input_grad[0] or ctx.needs_input_grad[1]:
+            grad_NF = functional.grouped_mm(grad_NH, down_EFH.transpose(1, 2), offs=ends_E)
+            grad_NM = swiglu_backward(grad_NF, gated_NM, activated_NF)
+            if ctx.needs_input_grad[1]:
+                grad_up = _weight_gradient(x_NH, grad_NM, ends_E)
+            if ctx.needs_input_grad[0]:
+                grad_x = functional.grouped_mm(grad_NM, up_EHM.transpose(1, 2), offs=ends_E)
+        return grad_x, grad_up, grad_down, None
+
+
+def _weight_gradient(x_NK: Tensor, grad_NM: Tensor, ends_E: Tensor) -> Tensor:
+    grad_EKM = functional.grouped_mm(x_NK.t(), grad_NM, offs=ends_E)
+    if grad_EKM.is_cuda and torch.cuda.get_device_capability(grad_EKM.device) >= _BLACKWELL:
+        grad_EKM.masked_fill_(_is_empty(ends_E)[:, None, None], 0.0)
+    return grad_EKM
 
 
 def _is_empty(ends_E: Tensor) -> Tensor:

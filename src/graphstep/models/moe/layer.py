@@ -16,6 +16,7 @@ from graphstep.config.switches import CudaGraphModule
 from graphstep.models.attention import Attention
 from graphstep.models.auxiliary_losses import GradientScale
 from graphstep.models.moe.block import MoEBlock
+from graphstep.models.moe.permutation import RowOrder
 from graphstep.models.norms import build_norm
 from graphstep.models.segments import Segment, SegmentedModule
 
@@ -30,14 +31,16 @@ class MoELayer(SegmentedModule):
     =============  =================  ====================================================================
     segment        kind               carries on
     =============  =================  ====================================================================
-    router         ``moe_router``     hidden, normalised x, weights and experts of the choices, [shared]
-    preprocess     ``moe_preprocess`` the same, then what the dispatcher needs, :data:`~.dispatcher.Plan`
-    experts        ``moe``            hidden, what the experts gave, [shared]
+    router         ``moe_router``     hidden, [shared], normalised x, weights and experts of the choices
+    preprocess     ``moe_preprocess`` hidden, [shared], rows for the experts, weights, :data:`~.dispatcher.Plan`
+    experts        ``moe``            hidden, [shared], rows that the experts made, weights, plan
     postprocess    ``moe_router``     hidden
     =============  =================  ====================================================================
 
-    ``shared`` is what the shared experts gave: computed in the router's segment, or in that of the experts when it
-    overlaps. Parameters are allocated, not filled: `graphstep.models.initialize_weights` fills them.
+    ``shared`` is what the shared experts gave. Where tokens are exchanged between ranks, or the shared experts run
+    beside the others, dispatching and combining belong to ``experts``, which then is given the router's results and the
+    plan, and carries on hidden, [shared] and the sum over the experts of each token. Parameters are allocated, not
+    filled: `graphstep.models.initialize_weights` fills them.
 
     Args:
         config: sizes and activation.
@@ -80,33 +83,47 @@ class MoELayer(SegmentedModule):
             Segment(_ROUTER, "postprocess", self._postprocess, (), part_of=_MOE),
         )
 
-    @property
-    def _num_carried(self) -> int:
-        """Tensors that the router's segment carries on; everything after them is context."""
-        return 4 + (self.moe.shared_experts is not None and not self.moe.overlaps)
-
     def _route(self, hidden_BSH: Tensor, *_context: Tensor) -> tuple[Tensor, ...]:
         x_BSH = self.moe_norm(hidden_BSH)
-        carried = (hidden_BSH, x_BSH, *self.moe.router(x_BSH))
+        routed = self.moe.router(x_BSH)
         shared = self.moe.shared_experts
-        return carried if shared is None or self.moe.overlaps else (*carried, shared(x_BSH))
+        # After the router, so that gradients of x are added up in the same order as where the shared experts overlap.
+        kept = (hidden_BSH,) if shared is None or self.moe.overlaps else (hidden_BSH, shared(x_BSH))
+        return (*kept, x_BSH, *routed)
 
     def _preprocess(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        carried = tensors[: self._num_carried]
-        return (*carried, *self.moe.preprocess(carried[2], carried[3]))
+        kept, (x_BSH, probs_TK, experts_TK) = self._split(tensors, 3)
+        plan = self.moe.preprocess(probs_TK, experts_TK)
+        if not self.moe.moves_rows_alone:
+            return (*kept, x_BSH, probs_TK, experts_TK, *plan)
+        return (*kept, self.moe.dispatch(x_BSH, probs_TK, experts_TK, plan).x, probs_TK, *plan)
 
     def _compute(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        hidden_BSH, x_BSH, probs_TK, experts_TK, *shared = tensors[: self._num_carried]
         num_planned = self.moe.dispatcher.num_planned
-        plan = tensors[self._num_carried : self._num_carried + num_planned]
+        if self.moe.moves_rows_alone:
+            kept, (x_NH, probs_TK, *plan) = self._split(tensors, 2 + num_planned)
+            return (*kept, self.moe.experts(x_NH, RowOrder(*plan).ends), probs_TK, *plan)
+        kept, (x_BSH, probs_TK, experts_TK, *plan) = self._split(tensors, 3 + num_planned)
         if self.moe.overlaps:
-            return (hidden_BSH, *self.moe.compute_beside_shared(x_BSH, probs_TK, experts_TK, plan))
-        return (hidden_BSH, self.moe.compute(x_BSH, probs_TK, experts_TK, plan), *shared)
+            y_BSH, shared_BSH = self.moe.compute_beside_shared(x_BSH, probs_TK, experts_TK, tuple(plan))
+            return (*kept, shared_BSH, y_BSH)
+        return (*kept, self.moe.compute(x_BSH, probs_TK, experts_TK, tuple(plan)))
 
-    def _postprocess(self, hidden_BSH: Tensor, y_BSH: Tensor, *rest: Tensor) -> Tensor:
-        if self.moe.shared_experts is not None:
-            y_BSH = y_BSH + rest[0]
-        return self._add(hidden_BSH, y_BSH)
+    def _postprocess(self, hidden_BSH: Tensor, *tensors: Tensor) -> Tensor:
+        rest = list(tensors)
+        shared_BSH = None if self.moe.shared_experts is None else rest.pop(0)
+        if self.moe.moves_rows_alone:
+            y_NH, probs_TK = rest[:2]
+            plan = rest[2 : 2 + self.moe.dispatcher.num_planned]
+            y_BSH = self.moe.combine(y_NH, probs_TK, tuple(plan)).view_as(hidden_BSH)
+        else:
+            y_BSH = rest[0]
+        return self._add(hidden_BSH, y_BSH if shared_BSH is None else y_BSH + shared_BSH)
+
+    def _split(self, tensors: tuple[Tensor, ...], num_wanted: int) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        """What only the postprocess needs, and the tensors after it without the context at the end."""
+        num_kept = 1 + (self.moe.shared_experts is not None and not self.moe.overlaps)
+        return tensors[:num_kept], tensors[num_kept : num_kept + num_wanted]
 
     def _add(self, hidden_BSH: Tensor, update_BSH: Tensor) -> Tensor:
         if self.training and self.hidden_dropout > 0.0:

@@ -1,0 +1,173 @@
+"""Whole steps of models in DistributedDataParallel, wherever it was built and ran before: captured, or said why not."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests.strategies.models import Decoder
+from tests.strategies.test_data_parallel import doubled
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import graphstep
+from graphstep.capture.session import GraphSession
+from graphstep.config.switches import CapturePolicy
+from graphstep.strategies import FullCudaGraphWrapper
+
+pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch was built without torch.distributed")
+
+NUM_STEPS = 8
+BUILT_ON = ("the capture stream", "a stream of its own", "the default stream")
+
+
+@pytest.fixture(autouse=True)
+def one_process(device: torch.device) -> Iterator[None]:
+    """A group of one: that reductions happen, the communication hook shows, which doubles gradients."""
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def stream_context(built_on: str, session: GraphSession) -> Any:
+    if built_on == "the capture stream":
+        return session.engine.capture_stream()
+    if built_on == "a stream of its own" and session.device.type == "cuda":
+        return torch.cuda.stream(torch.cuda.Stream())
+    return nullcontext()
+
+
+class Job:
+    """A model in DDP that has run one eager step on the caller's stream before anything is captured."""
+
+    def __init__(self, device: torch.device, session: GraphSession, built_on: str, options: dict[str, Any]) -> None:
+        torch.manual_seed(0)
+        inner = Decoder(dropout=0.2).to(device)
+        with stream_context(built_on, session):
+            self.model = DistributedDataParallel(inner, **options)
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        self.model.register_comm_hook(None, doubled)
+        self.optimizer = torch.optim.SGD(inner.parameters(), lr=2.0**-4, momentum=0.5, fused=True)
+        self.data = torch.Generator().manual_seed(1)
+        self.device, self.trace = device, []
+        self.note(self.step(self.batch()))
+
+    def batch(self) -> dict[str, Tensor]:
+        drawn = torch.randint(11, (2, 7), generator=self.data).to(self.device)
+        return {"tokens": drawn[:, :-1].contiguous(), "labels": drawn[:, 1:].contiguous()}
+
+    def step(self, batch: dict[str, Tensor]) -> Tensor:
+        self.optimizer.zero_grad(set_to_none=False)
+        loss: Tensor = self.model(batch["tokens"], batch["labels"])
+        loss.backward()
+        self.optimizer.step()
+        return loss.detach()
+
+    def forward_backward(
+        self, *, data_iterator: Iterator[Any], model: Any, num_microbatches: int, forward_only: bool = False
+    ) -> Tensor:
+        losses = []
+        for index in range(num_microbatches):
+            batch = next(data_iterator)
+            with nullcontext() if index == num_microbatches - 1 else model.no_sync():
+                loss = model(batch["tokens"], batch["labels"])
+                loss.backward()
+            losses.append(loss.detach())
+        return torch.stack(losses)
+
+    def note(self, loss: Tensor) -> None:
+        parts = [loss, *self.model.parameters(), *(p.grad for p in self.model.parameters() if p.grad is not None)]
+        self.trace.append([part.detach().clone() for part in parts])
+
+
+def equal(mine: Job, theirs: Job) -> bool:
+    return all(all(map(torch.equal, *pair)) for pair in zip(mine.trace, theirs.trace, strict=True))
+
+
+def was_captured(report: Any, device: torch.device, built_on: str) -> bool:
+    """Always where it can be; else the reason has to name the wrapper."""
+    row = report.rows[0]
+    if device.type == "cpu" or built_on == "the capture stream" or row.num_replays:
+        return bool(row.num_replays == NUM_STEPS - 3)
+    return any("DistributedDataParallel" in reason for reason in row.eager_calls)
+
+
+OPTIONS: dict[str, dict[str, Any]] = {"plain": {}, "buckets": {"gradient_as_bucket_view": True}}
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("built_on", BUILT_ON)
+def test_graph_step(device: torch.device, built_on: str, options: str) -> None:
+    jobs = []
+    for is_graphed in (False, True):
+        session = GraphSession(device)
+        job = Job(device, session, built_on, OPTIONS[options])
+        step: Any = graphstep.graph_step(job.step, session=session, policy="auto") if is_graphed else job.step
+        torch.manual_seed(2)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            for _ in range(NUM_STEPS):
+                job.note(step(job.batch()))
+        jobs.append(job)
+        if is_graphed:
+            assert was_captured(step.report(), device, built_on), step.report().rows[0].eager_calls
+        session.close()
+    assert equal(*jobs)
+
+
+@pytest.mark.parametrize("built_on", BUILT_ON)
+def test_full_iteration(device: torch.device, built_on: str) -> None:
+    jobs = []
+    for is_graphed in (False, True):
+        session = GraphSession(device)
+        job = Job(device, session, built_on, {})
+        wrapper = FullCudaGraphWrapper(
+            job.forward_backward, model=job.model, session=session, policy=CapturePolicy.auto
+        )
+        torch.manual_seed(2)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            for _ in range(NUM_STEPS):
+                job.optimizer.zero_grad(set_to_none=False)
+                batches = iter([job.batch(), job.batch()])
+                call: Any = wrapper if is_graphed else job.forward_backward
+                model = {} if is_graphed else {"model": job.model}
+                losses = call(data_iterator=batches, num_microbatches=2, **model)
+                job.optimizer.step()
+                job.note(losses)
+        jobs.append(job)
+        if is_graphed:
+            assert was_captured(wrapper.report(), device, built_on), wrapper.report().rows[0].eager_calls
+        wrapper.close()
+    assert equal(*jobs)
+
+
+def test_doubling_is_seen(device: torch.device) -> None:
+    """Without the hook, the weights would be others: the reductions are in the graph."""
+    session = GraphSession(device)
+    job = Job(device, session, "the capture stream", {})
+    plain = Decoder(dropout=0.2).to(device)
+    plain.load_state_dict(job.model.module.state_dict())
+    step = graphstep.graph_step(job.step, session=session)
+    for _ in range(5):
+        batch = job.batch()
+        step(batch)
+    assert step.report().rows[0].num_replays == 2
+    with torch.no_grad():
+        plain.load_state_dict(job.model.module.state_dict())
+    batch = job.batch()
+    torch.manual_seed(7)
+    nn.Module.__call__(plain, **batch).backward()
+    torch.manual_seed(7)
+    step(batch)
+    for mine, theirs in zip(job.model.parameters(), plain.parameters(), strict=True):
+        if theirs.grad is not None:
+            torch.testing.assert_close(mine.grad, theirs.grad * 2)
+    session.close()

@@ -1,0 +1,108 @@
+"""Numbers of a whole step that a schedule changes in the middle of a job: followed by the graph, or captured anew."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import graphstep
+
+NUM_STEPS = 12
+
+
+class Job:
+    """Everything that has a schedule lies in a tensor on the device, or in the optimizer."""
+
+    def __init__(self, device: torch.device, *, decays_in_the_step: bool = False) -> None:
+        torch.manual_seed(0)
+        self.device, self.decays_in_the_step = device, decays_in_the_step
+        self.model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4)).to(device)
+        weight_decay = 0.0 if decays_in_the_step else 0.125
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=2.0**-6, weight_decay=weight_decay, fused=True)
+        self.scaler = torch.amp.GradScaler(device.type, init_scale=2.0**8, growth_interval=4)
+        self.clip = torch.tensor(0.5, device=device)
+        self.kept = torch.tensor(1.0, device=device)
+        """What weight decay leaves of a weight."""
+        self.data = torch.Generator().manual_seed(1)
+
+    def step(self, values: Tensor) -> Tensor:
+        self.optimizer.zero_grad()
+        loss: Tensor = self.model(values).square().mean()
+        self.scaler.scale(loss).backward()
+        self.scaler.unscale_(self.optimizer)
+        parameters = list(self.model.parameters())
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        norm = nn.utils.get_total_norm(gradients)
+        torch._foreach_mul_(gradients, (self.clip / (norm + 1e-6)).clamp(max=1.0))
+        if self.decays_in_the_step:
+            with torch.no_grad():
+                torch._foreach_mul_(parameters, self.kept)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        return torch.stack([loss.detach(), norm])
+
+    def trace(self, step: Callable[[Tensor], Tensor], change: Callable[[Job, int], None]) -> list[Tensor]:
+        found = []
+        for index in range(NUM_STEPS):
+            change(self, index)
+            found.append(step(torch.randn(5, 6, generator=self.data).to(self.device)))
+            found += [parameter.detach().clone() for parameter in self.model.parameters()]
+            found.append(torch.tensor(self.scaler.get_scale()))
+        return found
+
+
+def learning_rate(job: Job, index: int) -> None:
+    job.optimizer.param_groups[0]["lr"] = 2.0 ** -(5 + index % 4)
+
+
+def clip_threshold(job: Job, index: int) -> None:
+    job.clip.fill_(0.03 * (1 + index % 5))
+
+
+def loss_scale(job: Job, index: int) -> None:
+    if index in (5, 8):
+        job.scaler.update(2.0 ** (3 * index))
+
+
+def weight_decay_in_the_step(job: Job, index: int) -> None:
+    job.kept.fill_(1 - 2.0**-6 * 0.01 * index)
+
+
+def weight_decay_of_the_optimizer(job: Job, index: int) -> None:
+    job.optimizer.param_groups[0]["weight_decay"] = 0.125 if index < 7 else 0.5
+
+
+def compared(device: torch.device, change: Callable[[Job, int], None], **options: Any) -> Any:
+    plain, graphed = Job(device, **options), Job(device, **options)
+    step = graphstep.graph_step(graphed.step)
+    expected, found = plain.trace(plain.step, change), graphed.trace(step, change)
+    assert all(map(torch.equal, expected, found))
+    unchanged = Job(device, **options)
+    assert not all(map(torch.equal, expected, unchanged.trace(unchanged.step, lambda *_: None))), "it matters"
+    row = step.report().rows[0]
+    step.close()
+    return row
+
+
+@pytest.mark.parametrize("change", [learning_rate, clip_threshold, loss_scale])
+def test_what_lies_on_the_device_is_followed_without_another_capture(device: torch.device, change: Any) -> None:
+    row = compared(device, change)
+    assert row.num_replays == NUM_STEPS - 3
+    assert dict(row.eager_calls) == {"warmup": 3}
+
+
+def test_weight_decay_that_the_step_applies_from_a_tensor_is_followed(device: torch.device) -> None:
+    row = compared(device, weight_decay_in_the_step, decays_in_the_step=True)
+    assert row.num_replays == NUM_STEPS - 3
+
+
+def test_weight_decay_in_a_group_of_the_optimizer_is_captured_anew_because_its_kernel_takes_a_number(
+    device: torch.device,
+) -> None:
+    row = compared(device, weight_decay_of_the_optimizer)
+    assert row.num_replays == NUM_STEPS - 4
+    assert row.eager_calls["warmup after a change of weight_decay of an optimizer"] == 1
