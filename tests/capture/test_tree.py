@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from graphstep.capture.tree import flatten, tensor_paths, unflatten
+from graphstep.capture.tree import argument_places, flatten, tensor_paths, unflatten
 
 
 class Point(NamedTuple):
@@ -206,3 +206,12 @@ def test_a_tensor_in_an_ordinary_object_is_an_input() -> None:
 
 def test_none_is_not_a_tensor() -> None:
     assert flatten({"mask": None})[0] == []
+
+
+def test_each_tensor_of_a_call_has_a_place() -> None:
+    """So that an argument is found again in another call, where more or fewer tensors come before it."""
+    x, y, z = torch.zeros(1), torch.ones(1), torch.ones(2)
+    several = flatten((((x, y), 3, z), {"mask": [x, y]}))[1]
+    one = flatten(((x, 3, z), {"mask": [x, y]}))[1]
+    assert argument_places(several) == [(0, 0), (0, 1), (2, 0), ("mask", 0), ("mask", 1)]
+    assert argument_places(one) == [(0, 0), (2, 0), ("mask", 0), ("mask", 1)]

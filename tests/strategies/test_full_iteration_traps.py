@@ -35,6 +35,7 @@ def test_a_dropout_probability_that_changes(device: torch.device) -> None:
     assert run.reasons() == {"warmup": 1, "warmup after a change of layers.0.dropout": 1}
 
 
+@pytest.mark.filterwarnings("ignore:training has been captured")
 def test_a_value_that_changes_every_step_is_never_replayed_wrongly(device: torch.device) -> None:
     def change(model: Any, step: int) -> None:
         model.layers[0].dropout = 0.1 + 0.01 * step

@@ -81,6 +81,7 @@ def random_job(seed: int, num_actions: int) -> Callable[[Run], None]:
     return script
 
 
+@pytest.mark.filterwarnings("ignore:training was called with more signatures")
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("zero", ["none", "buffers"])
 def test_full_iteration(device: torch.device, seed: int, zero: str) -> None:

@@ -49,7 +49,8 @@ class FastCheck:
         """True if the same tensors are there, with the same memory. Cost: about 0.1 microseconds a tensor."""
         return (
             not any(self._empty)
-            and all_same(self._contents, self._all_contents())
+            and sum(map(len, self._filled)) == len(self._contents)
+            and all(map(is_, self._contents, chain.from_iterable(map(dict.values, self._filled))))
             and list(map(Tensor.data_ptr, self._tensors)) == self._addresses
         )
 

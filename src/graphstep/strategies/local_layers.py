@@ -72,7 +72,11 @@ class GraphedLayer(GraphedModule):
             segments = tuple(group)
             if is_captured:
                 region = _region(paths[id(layer)], layer, segments)
-                self._steps.append(make_calls(region, [(paths[id(m)], m) for m in region.modules]))
+                held = {id(m): f"{paths[id(layer)]}.{name}" for name, m in _held(layer)}
+                known = {**held, **paths}
+                # One that nobody registers, such as the scale of losses in a layer by itself, has no path.
+                named = [(known.get(id(m), f"{region.name}: {type(m).__name__}"), m) for m in region.modules]
+                self._steps.append(make_calls(region, named))
             else:
                 self._steps.extend(segments)
 
@@ -171,6 +175,11 @@ def _no_match(model: nn.Module, pattern: str) -> Problem:
     )
 
 
+def _held(layer: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Modules that are plain attributes."""
+    return [(name, value) for name, value in vars(layer).items() if isinstance(value, nn.Module)]
+
+
 def _as_carried(result: Tensor | Carried) -> Carried:
     """A segment's result as a tuple."""
     return result if isinstance(result, tuple) else (result,)
@@ -191,7 +200,9 @@ def _region(path: str, layer: SegmentedModule, segments: tuple[Segment, ...]) ->
         return carried
 
     inside = {id(m): m for segment in segments for owner in segment.modules for m in owner.modules()}
-    modules = {id(layer): layer, **inside}  # The layer's own flags and attributes matter to its segments.
+    # The layer's own flags and attributes matter to its segments, and those of modules that it holds unregistered: as
+    # one of its attributes, the training flag of such a module would have to stay as it is at the capture.
+    modules = {id(layer): layer, **inside, **{id(m): m for _, m in _held(layer)}}
     return Region(
         name=path if is_whole else f"{path}.{parts}",
         kind="layer" if is_whole else kinds,

@@ -103,21 +103,17 @@ def test_rounding_of_cudnn_set_through_the_newer_interface() -> None:
     conv: Any = getattr(torch.backends.cudnn, "conv", None)
     if not hasattr(conv, "fp32_precision"):
         pytest.skip("this torch has no such interface")
-    before = kernel_switches.backend_flags()
+    kept, before = conv.fp32_precision, kernel_switches.backend_flags()
     try:
         conv.fp32_precision = "ieee"
         changed = kernel_switches.backend_flags()
         assert changed != before
-    finally:
-        conv.fp32_precision = "tf32"
-        kernel_switches.set_backend_flags(before)
-    kernel_switches.set_backend_flags(changed)
-    try:
+        conv.fp32_precision = kept
+        assert kernel_switches.backend_flags() == before
+        kernel_switches.set_backend_flags(changed)
         assert kernel_switches.backend_flags() == changed
     finally:
-        conv.fp32_precision = "tf32"
-        kernel_switches.set_backend_flags(before)
-    assert kernel_switches.backend_flags() == before
+        conv.fp32_precision = kept
 
 
 class Masked(nn.Module):

@@ -10,10 +10,17 @@ from typing import Any
 
 import pytest
 import torch
+from tests.models.tiny import seeded
 from tests.strategies.attach.attached import Loop, schedule, twins
-from tests.strategies.moe_models import BALANCING, DISPATCH, DROPLESS, SHARED, experts_model, routed_model
+from tests.strategies.moe_models import BALANCING, DISPATCH, DROPLESS, SHARED, WIDE, experts_model, routed_model
+from torch import nn
 
+import graphstep
+from graphstep.config import CudaGraphConfig
 from graphstep.errors import CaptureError
+from graphstep.models import initialize_weights
+from graphstep.models.initialization import WeightInitializer
+from graphstep.models.layers import build_layers
 from graphstep.models.moe import read_and_reset_losses, update_expert_biases
 
 PARTIAL = ("attn", "moe_router", "moe_preprocess")
@@ -96,6 +103,50 @@ def test_the_end_of_a_layer_is_launched_with_the_next_one(device: torch.device, 
     loop = twins(device, script, build=partial(experts_model, moe, letters), config={"modules": modules})
     assert sum(row.num_launches for row in loop.report.rows) == 2 * num_graphs * 3
     assert sum(row.num_recordings for row in loop.report.rows) == 2 * num_graphs
+
+
+@pytest.mark.parametrize("modules", [("attn",), PARTIAL], ids="+".join)
+def test_evaluation_with_gradients_between_the_steps(device: torch.device, modules: Any) -> None:
+    """The call after a step captures; what the layers hold is in evaluation mode then, and was not in the step."""
+
+    def script(loop: Loop) -> None:
+        for _ in range(4):
+            loop.step(1)
+            loop.model.eval()
+            batch = {name: value.to(loop.device) for name, value in loop.batch().items()}
+            loss = loop.model(batch["tokens"], batch["labels"])
+            loss.backward()
+            loop.model.train()
+            loop.note(loss.detach().clone())
+
+    build = partial(experts_model, replace(DROPLESS, **BALANCING["aux_loss"]))
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    loop = twins(device, script, build=build, dtype=dtype, config={"modules": modules})
+    assert loop.num_replays == (3 if modules == ("attn",) else 6) * 3
+
+
+def test_layers_by_themselves(device: torch.device) -> None:
+    """Nobody has registered the scale of their losses."""
+    config = replace(WIDE, num_layers=2, position_embedding_type="none")
+    moe = replace(
+        DROPLESS, moe_expert_capacity_factor=1.0, moe_pad_expert_input_to_capacity=True, moe_aux_loss_coeff=0.1
+    )
+    results = []
+    for graphs in (False, True):
+        layers = nn.Sequential(*build_layers(config, moe=moe, device=device))
+        initialize_weights(layers, WeightInitializer(std=0.2, num_layers=2, generator=seeded()))
+        options = CudaGraphConfig(impl="local", modules=PARTIAL)
+        manager = graphstep.attach(layers, options) if graphs else None
+        for _ in range(4):
+            x = torch.linspace(-1, 1, 2 * 6 * 16, device=device).view(2, 6, 16)
+            layers(x).square().mean().backward()
+            if manager is not None:
+                manager.end_step()
+        results.append([parameter.grad for parameter in layers.parameters()])
+        if manager is not None:
+            assert sum(row.num_replays for row in manager.report().rows) == 4 * 3
+            manager.close()
+    assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
 
 
 @pytest.mark.gpu

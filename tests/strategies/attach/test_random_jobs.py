@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 from tests.strategies.attach.attached import Frozen, Loop, TiedWeights, schedule, twins
-from tests.strategies.models import Decoder
+from tests.strategies.models import HIDDEN, Decoder
+from tests.strategies.toy_moe import MoeDecoder
 
 ORDERS = ("fb", "fbfb", "ffbb", "ffBB", "fbffbb", "fffbBb", "ffbfbfbb")
 
@@ -85,8 +86,37 @@ NOW_AND_THEN = (
 )
 
 
-def random_job(number: int, num_actions: int, left_out: Sequence[Any] = ()) -> Callable[[Loop], None]:
-    actions = [action for action in OFTEN + NOW_AND_THEN if action not in left_out]
+def call_a_layer_alone(loop: Loop, dice: random.Random) -> None:
+    """What was launched with its end for the next layer has never run."""
+    layer = loop.model.layers[dice.randrange(len(loop.model.layers))]
+    x = torch.full((2, 6, HIDDEN), 0.5, device=loop.device, requires_grad=True)
+    y = layer(x)
+    if dice.random() < 0.5:
+        (y * x.detach()).sum().backward()
+    result = y.detach().clone()
+    del y
+    loop.note(result)
+
+
+def skip_layers(loop: Loop, dice: random.Random) -> None:
+    numbers = range(len(loop.model.layers))
+    loop.model.order = tuple(sorted(dice.sample(numbers, dice.choice([1, 2, 3, 3]))))
+
+
+def change_a_result(loop: Loop, dice: random.Random) -> None:
+    layer = loop.model.layers[dice.randrange(len(loop.model.layers))]
+    hook = layer.register_forward_hook(lambda _module, _arguments, result: result * 1.25)
+    train(loop, dice)
+    hook.remove()
+
+
+BETWEEN_LAYERS = (call_a_layer_alone, skip_layers, change_a_result)
+
+
+def random_job(
+    number: int, num_actions: int, left_out: Sequence[Any] = (), more: Sequence[Any] = ()
+) -> Callable[[Loop], None]:
+    actions = [action for action in (*OFTEN, *NOW_AND_THEN, *more) if action not in left_out]
 
     def script(loop: Loop) -> None:
         dice = random.Random(number)
@@ -115,3 +145,13 @@ def test_random_jobs(device: torch.device, build: Any, config: str, number: int)
     left_out = [use_autocast] if build is TiedWeights else []  # Eagerly, parts of a shared gradient are summed in bf16.
     job = random_job(number, 14, left_out)
     twins(device, job, build=build, config=CONFIGS[config], schedule=schedule(*ORDERS))
+
+
+@pytest.mark.parametrize("number", range(2))
+@pytest.mark.parametrize("config", ["default", "few signatures", "merged", "debug"])
+@pytest.mark.parametrize("letters", ["EEE", "EDe"])
+def test_random_jobs_with_experts(device: torch.device, letters: str, config: str, number: int) -> None:
+    """The end of a layer is launched with the next one, whose router counts; and then that one may not be called."""
+    job = random_job(number, 14, [switch_mode_of_a_part], BETWEEN_LAYERS * 2)
+    options = {**CONFIGS[config], "modules": ("attn", "moe_router", "moe_preprocess")}
+    twins(device, job, build=partial(MoeDecoder, letters), config=options, schedule=schedule(*ORDERS))

@@ -377,6 +377,36 @@ MOE_RULES: tuple[Rule, ...] = (
         "add --moe-router-enable-expert-bias, or leave it out",
     ),
     no_effect(
+        "balancing-without-weight",
+        ("given_moe_router_load_balancing_type", "moe_router_load_balancing_type", "moe_aux_loss_coeff", "num_experts"),
+        lambda o: (
+            o.given_moe_router_load_balancing_type
+            and o.moe_router_load_balancing_type.endswith("aux_loss")
+            and o.moe_aux_loss_coeff == 0
+            and o.num_experts is not None
+        ),
+        "--moe-router-load-balancing-type {moe_router_load_balancing_type} has no effect: the weight of that loss is 0",
+        "add --moe-aux-loss-coeff 1e-2",
+    ),
+    no_effect(
+        "weight-without-balancing",
+        ("moe_router_load_balancing_type", "moe_aux_loss_coeff", "num_experts"),
+        lambda o: (
+            not o.moe_router_load_balancing_type.endswith("aux_loss")
+            and o.moe_aux_loss_coeff != 0
+            and o.num_experts is not None
+        ),
+        "--moe-aux-loss-coeff has no effect: {moe_router_load_balancing_type} balances without a loss",
+        "use --moe-router-load-balancing-type aux_loss, or leave it out",
+    ),
+    no_effect(
+        "drop-policy-without-capacity",
+        ("given_moe_token_drop_policy", "moe_token_drop_policy", "moe_expert_capacity_factor", "num_experts"),
+        lambda o: o.given_moe_token_drop_policy and o.moe_expert_capacity_factor is None and o.num_experts is not None,
+        "--moe-token-drop-policy has no effect: no token is dropped without a capacity",
+        "add --moe-expert-capacity-factor 1.0, or leave it out",
+    ),
+    no_effect(
         "expert-groups-without-effect",
         ("moe_router_num_groups", "moe_router_group_topk", "num_experts"),
         lambda o: o.moe_router_num_groups is not None and o.moe_router_group_topk is None and o.num_experts is not None,
