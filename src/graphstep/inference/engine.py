@@ -187,21 +187,7 @@ class DynamicEngine:
 
         Other errors pass through; the step is taken back, and the next call repeats it.
         """
-        self._require_ready("DynamicEngine.step")
-        step = self._scheduler.schedule()
-        if step is None:
-            return []
-        try:
-            draws = self._compute(step)
-        except BaseException:
-            self._scheduler.abandon(step)
-            if self._has_states:
-                self._scheduler.recompute_all()  # States may have gone on by a token already.
-            raise
-        outputs = self._scheduler.commit(step, *draws)
-        if self._streams:
-            self._hand_out(outputs)
-        return outputs
+        return self._step(verifies=True)
 
     def generate(
         self, prompts: Sequence[Sequence[int]], sampling: SamplingParams | Sequence[SamplingParams] | None = None
@@ -226,8 +212,10 @@ class DynamicEngine:
         try:
             for prompt, own in zip(prompts, each, strict=True):
                 requests.append(self.add_request(prompt, own))
+            verifies = True
             while not all(request.is_finished for request in requests):
-                self.step()
+                self._step(verifies=verifies)
+                verifies = False  # Nobody else has a turn between these steps.
         except BaseException:
             for request in requests:
                 self.cancel(request)
@@ -356,10 +344,27 @@ class DynamicEngine:
     ) -> None:
         self.close()
 
+    def _step(self, *, verifies: bool) -> list[Output]:
+        self._require_ready("DynamicEngine.step")
+        step = self._scheduler.schedule()
+        if step is None:
+            return []
+        try:
+            draws = self._compute(step, verifies=verifies)
+        except BaseException:
+            self._scheduler.abandon(step)
+            if self._has_states:
+                self._scheduler.recompute_all()  # States may have gone on by a token already.
+            raise
+        outputs = self._scheduler.commit(step, *draws)
+        if self._streams:
+            self._hand_out(outputs)
+        return outputs
+
     @torch.no_grad()
-    def _compute(self, step: Step) -> HostDraws:
+    def _compute(self, step: Step, *, verifies: bool) -> HostDraws:
         """Run the forward and draw; the one place where the host waits for the device."""
-        match = self._runner.match(step.shape)
+        match = self._runner.match(step.shape, verifies=verifies)
         tensors = self._metadata.fill(step, match.bucket or self.limits.eager_shape(step.shape))
         logits = self._runner.run(tensors, step, match)
         if not any(step.draws):
