@@ -129,6 +129,29 @@ def test_kernels_follow_the_formula(name: str, heads: int, groups: int, size: in
     compare(attention_for(device, dtype), name, device, dtype, heads, groups, size)
 
 
+@pytest.mark.parametrize(
+    "kernels",
+    [
+        TorchAttention(is_batch_invariant=True),
+        pytest.param(None, marks=pytest.mark.gpu),
+    ],
+    ids=["torch", "triton"],
+)
+def test_invariant_results_do_not_depend_on_the_step(kernels: AttentionKernels | None) -> None:
+    """Bit for bit: the same request decodes alone, among others, and beside prompts."""
+    device = torch.device("cpu" if kernels is not None else "cuda")
+    kernels = kernels or attention_for(device, torch.float32, is_batch_invariant=True)
+    pages = torch.randn(2, 64, BLOCK, 2, 64, generator=torch.Generator().manual_seed(3)).to(device)
+    q = torch.randn(1, 4, 64, generator=torch.Generator().manual_seed(4)).to(device)
+    results = []
+    for others in ([], [(399, 1), (5, 1)], [(60, 1), (0, 30)]):
+        tensors = filled(step_of((140, 1), *others), None, device)
+        queries = q.repeat(tensors.bucket.tokens, 1, 1)
+        results.append(kernels.attend(queries, pages, tensors, 9 if not others else 26)[:1])
+    assert torch.equal(results[0], results[1])
+    assert torch.equal(results[0], results[2])
+
+
 def test_long_steps_are_gathered_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("graphstep.inference.attention._MOST_KEYS_AT_ONCE", 1)
     compare(TorchAttention(), "mixed", torch.device("cpu"), torch.float32, 4, 2, 8)

@@ -48,6 +48,9 @@ def test_experts_are_padded_only_where_they_would_read_on_the_host() -> None:
     assert not pads_experts(block_of(EXPERTS), x, is_captured=True)
     assert not pads_experts(block_of(ONE_BY_ONE), x, is_captured=False)
     assert pads_experts(block_of(ONE_BY_ONE), x, is_captured=True)
+    wanted = replace(EXPERTS, moe_pad_experts_for_cuda_graph_inference=True)
+    assert pads_experts(block_of(wanted), x, is_captured=True)
+    assert not pads_experts(block_of(wanted), x, is_captured=False)
 
 
 @torch.no_grad()

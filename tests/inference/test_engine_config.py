@@ -26,8 +26,20 @@ def test_sequences_are_as_long_as_the_model_has_positions() -> None:
 
 
 def test_all_that_does_not_fit_is_said_at_once() -> None:
-    with pytest.raises(ConfigError, match=r"(?s)64 tokens.*positions for 32.*3 tokens guessed ahead"):
-        limits_of(max_sequence_length=64, options={"num_speculative_tokens": 3})
+    options = {
+        "num_speculative_tokens": 3,
+        "inference_dynamic_batching_unified_memory_level": 1,
+        "inference_dynamic_batching_sampling_backend": "flashinfer",
+    }
+    with pytest.raises(ConfigError) as caught:
+        limits_of(max_sequence_length=64, options=options)
+    codes = {problem.code for problem in caught.value.problems}
+    assert codes == {
+        "inference-speculative",
+        "inference-unified-memory",
+        "inference-sampling-backend",
+        "inference-sequence-length",
+    }
 
 
 def test_requests_are_so_many_as_the_cache_can_hold_at_their_longest() -> None:

@@ -58,9 +58,15 @@ class AttentionKernels(Protocol):
 class TorchAttention:
     """By PyTorch's own operations, on every device: static shapes, masked by position.
 
-    Reads all blocks that the longest sequence could have, so that graphs can hold it. What is masked may be anything,
-    NaN included.
+    In graphs all blocks are read that the longest sequence could have. What is masked may be anything, NaN included.
+
+    Args:
+        is_batch_invariant: always read so many, one query after the other, so that sums do not depend on the other
+            requests of a step. Slow.
     """
+
+    def __init__(self, *, is_batch_invariant: bool = False) -> None:
+        self._is_batch_invariant = is_batch_invariant
 
     def rotate_and_write(
         self, qkv_TND: Tensor, rotary: tuple[Tensor, ...], num_rotary: int, pages: Tensor, slots_T: Tensor
@@ -77,9 +83,12 @@ class TorchAttention:
 
     def attend(self, q_TND: Tensor, pages: Tensor, tensors: StepTensors, num_blocks: int | None) -> Tensor:
         """See :class:`AttentionKernels`."""
-        tables_RW = tensors.block_tables if num_blocks is None else tensors.block_tables[:, : max(1, num_blocks)]
+        reads_all = num_blocks is None or self._is_batch_invariant
+        tables_RW = tensors.block_tables if reads_all else tensors.block_tables[:, : max(1, num_blocks or 1)]
         num_keys = tables_RW.shape[1] * pages.shape[2]
         most = max(1, _MOST_KEYS_AT_ONCE // (num_keys * pages.shape[3] * pages.shape[4]))
+        if self._is_batch_invariant:
+            most = 1  # Libraries choose how to multiply by the size of the batch.
         parts = []
         for begin in range(0, q_TND.shape[0], most):
             rows = slice(begin, begin + most)
@@ -110,17 +119,20 @@ def attend_to_blocks(q_TND: Tensor, pages: Tensor, tables_TW: Tensor, positions_
     return y_TGCD.flatten(1, 2)
 
 
-def attention_for(device: torch.device, dtype: torch.dtype) -> AttentionKernels:
+def attention_for(device: torch.device, dtype: torch.dtype, *, is_batch_invariant: bool = False) -> AttentionKernels:
     """The fastest there is: Triton kernels on a GPU where Triton is installed, otherwise PyTorch's operations.
 
     Args:
         device: of the cache.
         dtype: of the cache.
+        is_batch_invariant: a token's result does not depend on the other requests of its step, in no bit.
     """
     has_kernels = device.type == "cuda" and dtype in _DTYPES_OF_KERNELS
     if has_kernels and importlib.util.find_spec("triton") is not None:
         triton_attention = importlib.import_module("graphstep.inference.triton_attention")
         num_processors = torch.cuda.get_device_properties(device).multi_processor_count
-        kernels: AttentionKernels = triton_attention.TritonAttention(num_processors)
+        kernels: AttentionKernels = triton_attention.TritonAttention(
+            num_processors, is_batch_invariant=is_batch_invariant
+        )
         return kernels
-    return TorchAttention()
+    return TorchAttention(is_batch_invariant=is_batch_invariant)

@@ -58,5 +58,7 @@ def pads_experts(block: MoEBlock, x_TH: Tensor, *, is_captured: bool) -> bool:
     experts = block.experts
     if isinstance(experts, PaddedExperts):
         return True
+    if is_captured and block.dispatcher.moe.moe_pad_experts_for_cuda_graph_inference:
+        return True
     is_static = isinstance(experts, GroupedExperts) and not reads_on_host(x_TH, experts.up, experts.down)
     return is_captured and not is_static

@@ -99,7 +99,11 @@ class DynamicEngine:
         self._pool = BlockPool(num_blocks, block_size, prefix_caching=self.config.prefix_caching and not shape.mixers)
         self._cache = InferenceCache(shape, num_blocks, block_size, self.limits.max_requests, device)
         self._session = session if session is not None else GraphSession(device)
-        steps = ModelSteps(model, self._cache, attention_for(device, shape.dtype))
+        steps = ModelSteps(
+            model,
+            self._cache,
+            attention_for(device, shape.dtype, is_batch_invariant=self.config.inference.batch_invariant_mode),
+        )
         self._runner = StepRunner(
             steps,
             self._metadata,
@@ -107,6 +111,7 @@ class DynamicEngine:
             scope=self.config.scope,
             ladder=self.config.ladder(self.limits, has_states=steps.has_states),
             limits=self.limits,
+            num_warmup_runs=self.config.num_warmup_runs,
             is_required=self.config.is_required,
         )
         self._has_states = steps.has_states

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Final
 
@@ -29,6 +30,8 @@ class EngineConfig:
     """A step that should have a graph and cannot be captured is an error, not a warning."""
     captures_at_start: bool = True
     """Capture all shapes before the first request; otherwise each when it is first needed."""
+    num_warmup_runs: int = 1
+    """Eager forwards before the capture of a shape, at least one."""
     show_progress: bool | None = None
     """A bar while graphs are captured; ``None``: on terminals."""
     max_sequence_length: int | None = None
@@ -51,15 +54,12 @@ class EngineConfig:
         options = self.inference
         positions = model.config.max_position_embeddings
         longest = positions if self.max_sequence_length is None else self.max_sequence_length
-        problems = []
+        problems = list(_problems_of_options(options))
         if longest > positions and model.config.position_embedding_type != "none":
             what = f"sequences of {longest} tokens, and the model has positions for {positions}"
             problems.append(
                 Problem("inference-sequence-length", what, "EngineConfig.max_sequence_length", f"use {positions}")
             )
-        if options.num_speculative_tokens:
-            what = f"{options.num_speculative_tokens} tokens guessed ahead, which this engine does not do"
-            problems.append(Problem("inference-speculative", what, "--num-speculative-tokens", "leave it out"))
         if problems:
             raise ConfigError(problems)
         multiple = BATCH_INVARIANT_MULTIPLE if options.batch_invariant_mode else 1
@@ -95,3 +95,20 @@ class EngineConfig:
     @property
     def _block_size(self) -> int:
         return self.inference.inference_dynamic_batching_block_size
+
+
+def _problems_of_options(options: InferenceConfig) -> Iterator[Problem]:
+    """What is asked for and this engine does not do."""
+    if options.num_speculative_tokens:
+        what = f"{options.num_speculative_tokens} tokens guessed ahead, which this engine does not do"
+        yield Problem("inference-speculative", what, "--num-speculative-tokens", "leave it out")
+    level = options.inference_dynamic_batching_unified_memory_level
+    if level:
+        option = "--inference-dynamic-batching-unified-memory-level"
+        what = f"a cache in managed memory (level {level}), which this engine does not have"
+        yield Problem("inference-unified-memory", what, option, "leave it out")
+    backend = options.inference_dynamic_batching_sampling_backend
+    if backend != "torch":
+        option = "--inference-dynamic-batching-sampling-backend"
+        what = f"tokens drawn by {backend}, which would not be those of a seed"
+        yield Problem("inference-sampling-backend", what, option, "use torch")

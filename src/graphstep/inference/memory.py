@@ -87,7 +87,9 @@ def measure_memory(
     free_bytes, _ = torch.cuda.mem_get_info(device)
     block_size = config.inference.inference_dynamic_batching_block_size
     cache = InferenceCache(shape, 2, block_size, 0, device)  # dummy steps use what is reserved alone
-    steps = ModelSteps(model, cache, attention_for(device, shape.dtype))
+    steps = ModelSteps(
+        model, cache, attention_for(device, shape.dtype, is_batch_invariant=config.inference.batch_invariant_mode)
+    )
     step_bytes = _measure_step(steps, limits, metadata, device)
     ladder = config.ladder(limits, has_states=steps.has_states)
     graph_bytes = 0

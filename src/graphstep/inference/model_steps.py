@@ -18,7 +18,7 @@ from graphstep.inference.dropless import experts_problem, run_experts
 from graphstep.inference.mamba_steps import mix_step
 from graphstep.inference.metadata import StepTensors
 from graphstep.inference.step import Step
-from graphstep.models import MLP, Attention, GPTModel
+from graphstep.models import MLP, Attention, Float8Linear, GPTModel
 from graphstep.models.mamba import MambaLayer
 from graphstep.models.moe import MoEBlock, MoELayer
 
@@ -63,7 +63,16 @@ class ModelSteps:
         self.cache = cache
         self.kernels = kernels
         self._num_attentions = self._num_mixers = 0
-        problems: list[Problem] = []
+        problems = [
+            Problem(
+                code="inference-fp8",
+                what=f"{name} multiplies in fp8 with scales that every step changes: padding would take part in them",
+                where=name,
+                fix="build the model without fp8; its weights are the same",
+            )
+            for name, module in model.named_modules()
+            if isinstance(module, Float8Linear)
+        ]
         self._layers = [self._parts(layer, f"layers.{number}", problems) for number, layer in enumerate(model.layers)]
         if problems:
             raise ConfigError(problems)

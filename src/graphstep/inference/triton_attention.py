@@ -35,9 +35,11 @@ class TritonAttention:
 
     Args:
         num_processors: of the GPU, which short batches should fill.
+        is_batch_invariant: take the same sums in the same order in every step, by one kernel, without parts.
     """
 
-    def __init__(self, num_processors: int) -> None:
+    def __init__(self, num_processors: int, *, is_batch_invariant: bool = False) -> None:
+        self._is_batch_invariant = is_batch_invariant
         self._num_programs = _PROGRAMS_EACH_PROCESSOR * num_processors
 
     def rotate_and_write(
@@ -79,7 +81,7 @@ class TritonAttention:
     def attend(self, q_TND: Tensor, pages: Tensor, tensors: StepTensors, num_blocks: int | None) -> Tensor:
         """Decode steps: parts of the context side by side, then joined. Other steps: tiles of queries."""
         del num_blocks  # contexts are read on the device
-        if tensors.bucket.is_decode_only:
+        if tensors.bucket.is_decode_only and not self._is_batch_invariant:
             return self._decode(q_TND, pages, tensors)
         return self._mixed(q_TND, pages, tensors)
 
