@@ -9,7 +9,7 @@ one after another, with the same weights:
 
 What is reported: tokens a second of the whole call, prompts included, median of several calls; the share of steps that
 ran as graphs; the time of a decode step issued through the engine, and the sum of its own kernels, from the profiler;
-the time before the first call (capture or compilation); and how many leading tokens equal those of `transformers`. Greedy
+the time before the first call (capture or compilation); how many leading tokens equal those of `transformers`. Greedy
 decoding of random weights follows rounding: where two arms round differently, tokens part at the first near tie.
 
     PYTHONPATH=src python benchmarks/generate.py [options]
