@@ -72,6 +72,12 @@ class Experts(nn.Module):
         """
         raise NotImplementedError(f"{type(self).__name__} has to multiply")
 
+    def forward_padded(self, x_NH: Tensor) -> Tensor:
+        """Transform the same number of rows an expert: two batched products, static shapes whatever the class is."""
+        x_ECH = x_NH.unflatten(0, (self.num_experts, -1))
+        inner_ECF = self._activate(_batched_product(x_ECH, self.up, self.up_bias))
+        return _batched_product(inner_ECF, self.down, self.down_bias).flatten(0, 1)
+
     def extra_repr(self) -> str:
         """Say how large the experts are."""
         num_experts, inner, hidden = self.down.shape
@@ -135,9 +141,7 @@ class PaddedExperts(Experts):
 
     def forward(self, x_NH: Tensor, ends_E: Tensor) -> Tensor:
         """See :class:`Experts`; the ends are multiples of N / E and are not looked at."""
-        x_ECH = x_NH.unflatten(0, (self.num_experts, -1))
-        inner_ECF = self._activate(_batched_product(x_ECH, self.up, self.up_bias))
-        return _batched_product(inner_ECF, self.down, self.down_bias).flatten(0, 1)
+        return self.forward_padded(x_NH)
 
 
 def build_experts(
@@ -181,6 +185,14 @@ def build_experts(
     return kind(config, num_experts, inner, bias=bias, rank=rank, num_ranks=num_ranks, device=device, dtype=dtype)
 
 
+def reads_on_host(x: Tensor, up_EHF: Tensor, down_EFH: Tensor) -> bool:
+    """Would a grouped product of rows like these wait for the GPU, to read the ends of each expert's rows?"""
+    if not x.is_cuda:
+        return False
+    is_wide = all(width % 8 == 0 for width in (up_EHF.shape[1], up_EHF.shape[2], down_EFH.shape[1]))
+    return not (x.dtype is torch.bfloat16 and is_wide and torch.cuda.get_device_capability(x.device) >= _HOPPER)
+
+
 def refuse_host_reads(x_NH: Tensor, up_EHF: Tensor, down_EFH: Tensor) -> None:
     """Say what is in the way of a capture; CUDA would say no more than that something is not permitted.
 
@@ -190,8 +202,7 @@ def refuse_host_reads(x_NH: Tensor, up_EHF: Tensor, down_EFH: Tensor) -> None:
     if torch.compiler.is_compiling() or not x_NH.is_cuda or not torch.cuda.is_current_stream_capturing():
         return
     widths = (up_EHF.shape[1], up_EHF.shape[2], down_EFH.shape[1])
-    is_wide = all(width % 8 == 0 for width in widths)
-    if x_NH.dtype is torch.bfloat16 and is_wide and torch.cuda.get_device_capability(x_NH.device) >= _HOPPER:
+    if not reads_on_host(x_NH, up_EHF, down_EFH):
         return
     raise CaptureError(
         f"the grouped matrix product of experts reads on the host where each expert's rows end, for {x_NH.dtype} and "
