@@ -11,10 +11,11 @@ from types import ModuleType
 import pytest
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
-TINY = (
-    "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --num-query-groups 2 --ffn-hidden-size 48 "
-    "--vocab-size 64 --seq-length 64 --max-position-embeddings 64 --quick --device cpu --fp32"
-).split()
+TINY = [
+    *("--num-layers", "2", "--hidden-size", "32", "--num-attention-heads", "4", "--num-query-groups", "2"),
+    *("--ffn-hidden-size", "48", "--vocab-size", "64", "--seq-length", "64", "--max-position-embeddings", "64"),
+    *("--quick", "--device", "cpu", "--fp32"),
+]
 
 
 @pytest.fixture(scope="module")
