@@ -1,3 +1,5 @@
+"""Experts: grouped, padded and one after another compute the same."""
+
 from __future__ import annotations
 
 from dataclasses import replace
