@@ -6,7 +6,7 @@ Shapes: N rows, E experts, C rows of an expert when padded, H hidden, F width in
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +26,12 @@ class Experts(nn.Module):
     """Weights of all experts of a layer and their activation; the products are those of the classes below.
 
     With SwiGLU the first F columns of ``up`` are the gate and the last F the value.
+
+    Raises:
+        ConfigError: biases were asked for, and the product has none.
     """
+
+    takes_biases: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -41,6 +46,15 @@ class Experts(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        if bias and not self.takes_biases:
+            raise ConfigError(
+                Problem(
+                    code="moe-grouped-gemm-bias",
+                    what="experts in one grouped matrix multiplication have no biases, and linear layers have them",
+                    where="--moe-grouped-gemm, --disable-bias-linear",
+                    fix="add --disable-bias-linear, or leave --moe-grouped-gemm out",
+                )
+            )
         self.rank, self.num_ranks = rank, num_ranks
 
         def allocated(*shape: int) -> nn.Parameter:
@@ -101,6 +115,8 @@ class GroupedExperts(Experts):
 
     On CUDA this holds in bfloat16, with H and F multiples of 8; for other types PyTorch reads the ends on the host.
     """
+
+    takes_biases: ClassVar[bool] = False
 
     def forward(self, x_NH: Tensor, ends_E: Tensor) -> Tensor:
         """See :class:`Experts`.
@@ -171,15 +187,6 @@ def build_experts(
     kind: type[Experts] = GroupedExperts if moe.moe_grouped_gemm else SequentialExperts
     if moe.pads_experts:
         kind = PaddedExperts
-    if kind is GroupedExperts and config.add_bias_linear:
-        raise ConfigError(
-            Problem(
-                code="moe-grouped-gemm-bias",
-                what="experts in one grouped matrix multiplication have no biases, and linear layers have them",
-                where="--moe-grouped-gemm, --disable-bias-linear",
-                fix="add --disable-bias-linear, or leave --moe-grouped-gemm out",
-            )
-        )
     inner = moe.moe_ffn_hidden_size or config.ffn_hidden_size
     bias = config.add_bias_linear
     return kind(config, num_experts, inner, bias=bias, rank=rank, num_ranks=num_ranks, device=device, dtype=dtype)
