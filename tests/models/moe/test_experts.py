@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +14,7 @@ from tests.models.tiny import gradients, seeded
 from torch import Tensor
 
 from graphstep.config.model import ModelConfig
+from graphstep.engine import Engine, engine_for
 from graphstep.errors import CaptureError, ConfigError
 from graphstep.models import initialize_weights
 from graphstep.models.initialization import WeightInitializer
@@ -195,3 +197,20 @@ def test_what_reads_on_the_host_refuses_a_capture_on_cuda(
         assert "--bf16" in caught.value.fix
     else:
         refuse_host_reads(x, *weights)
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
+    built = engine_for(torch.device(request.param))
+    yield built
+    built.close()
+
+
+def test_one_by_one_refuses_a_capture_with_the_ways_out(engine: Engine) -> None:
+    device = str(engine.device)
+    experts = built(SequentialExperts).to(device)
+    x, rows = torch.randn(20, 32, device=device), ends(LOADS["even"], device)
+    experts(x, rows)
+    with pytest.raises(CaptureError, match="one after another") as caught:
+        engine.capture(lambda: experts(x, rows))
+    assert "--moe-grouped-gemm" in caught.value.fix

@@ -15,11 +15,14 @@ from torch.nn import functional
 
 from graphstep.config.model import ModelConfig
 from graphstep.config.moe import MoEConfig
+from graphstep.engine import torch_private
 from graphstep.errors import CaptureError, ConfigError, Problem
 from graphstep.models.initialization import WeightInitializer
 from graphstep.models.mlp import swiglu, swiglu_backward, swiglu_forward
 
 _HOPPER, _BLACKWELL = (9, 0), (10, 0)
+_PADDING = "--moe-expert-capacity-factor 1.0 --moe-pad-expert-input-to-capacity"
+_EAGER = "--cuda-graph-modules attn moe_router moe_preprocess, or --cuda-graph-policy auto"
 
 
 class Experts(nn.Module):
@@ -136,7 +139,18 @@ class SequentialExperts(Experts):
     """One expert after the other: the reference. Reads the ends on the host, so it cannot be captured."""
 
     def forward(self, x_NH: Tensor, ends_E: Tensor) -> Tensor:
-        """See :class:`Experts`; here rows behind the last end are zero."""
+        """See :class:`Experts`; here rows behind the last end are zero.
+
+        Raises:
+            CaptureError: under capture.
+        """
+        if not torch.compiler.is_compiling() and torch_private.capture_is_under_way():
+            raise CaptureError(
+                "experts that run one after another read on the host where the rows of each end",
+                where="SequentialExperts",
+                fix="multiply them together (--moe-grouped-gemm --disable-bias-linear --bf16); or pad them "
+                f"({_PADDING}); or leave them eager ({_EAGER})",
+            )
         ends: list[int] = ends_E.tolist()
         starts = [0, *ends[:-1]]
         parts = [
@@ -216,9 +230,7 @@ def refuse_host_reads(x_NH: Tensor, up_EHF: Tensor, down_EFH: Tensor) -> None:
         f"the widths {', '.join(map(str, widths))}; it does so on the device in bfloat16, from Hopper on, with widths "
         "that are multiples of 8",
         where="GroupedExperts",
-        fix="train in bf16 (--bf16); or pad the experts (--moe-expert-capacity-factor 1.0 "
-        "--moe-pad-expert-input-to-capacity); or leave them eager (--cuda-graph-modules attn moe_router "
-        "moe_preprocess, or --cuda-graph-policy auto)",
+        fix=f"train in bf16 (--bf16); or pad the experts ({_PADDING}); or leave them eager ({_EAGER})",
     )
 
 
