@@ -21,8 +21,9 @@ from graphstep.errors import ConfigError
 
 SMALL = shlex.split(
     "--inference-dynamic-batching-max-requests 2 --inference-dynamic-batching-max-tokens 16 "
-    "--inference-dynamic-batching-block-size 8 --inference-dynamic-batching-num-cuda-graphs 2 --device cpu"
+    "--inference-dynamic-batching-block-size 8 --device cpu"
 )
+LOCAL = ("--cuda-graph-impl", "local", "--inference-dynamic-batching-num-cuda-graphs", "2")
 Output = pytest.CaptureFixture[str]
 
 
@@ -60,7 +61,7 @@ def as_json(folder: Path, capsys: Output, *argv: str) -> list[dict[str, Any]]:
 def test_graphs_give_the_same_text_and_are_counted(scope: str, checkpoint: Path, capsys: Output) -> None:
     words = ("--prompt", "one", "two more", "--max-new-tokens", "9", "--ignore-eos")
     eager = as_json(checkpoint, capsys, *words)
-    local = ("--cuda-graph-impl", "local", "--inference-cuda-graph-scope", scope)
+    local = (*LOCAL, "--inference-cuda-graph-scope", scope)
     assert as_json(checkpoint, capsys, *words, *local) == eager
     assert [row["prompt"] for row in eager] == ["one", "two more"]
     assert [len(row["tokens"]) for row in eager] == [9, 9]
@@ -151,7 +152,6 @@ def message(capsys: Output) -> str:
         (f"--prompt {'a' * 40} b", "prompt 1: 40 tokens leave no room"),
         ("--prompt-file nowhere.txt", "No such file"),
         ("--prompt a --tokenizer-model nowhere.json", "No such file"),
-        ("--prompt a --model nowhere", "nowhere does not exist"),
         ("--prompt a --num-speculative-tokens 2", "guessed ahead"),
         ("--prompt a --inference-dynamic-batching-buffer-size-gb 0.000001", "hold no block"),
     ],
@@ -159,6 +159,11 @@ def message(capsys: Output) -> str:
 def test_bad_input_is_one_message(argv: str, what: str, checkpoint: Path, capsys: Output) -> None:
     generate(checkpoint, *shlex.split(argv), code=2)
     assert what in message(capsys)
+
+
+def test_a_folder_that_is_not_there(capsys: Output) -> None:
+    generate(Path("nowhere"), "--prompt", "a", code=2)
+    assert "nowhere does not exist" in message(capsys)
 
 
 def test_a_file_that_is_no_text(checkpoint: Path, capsys: Output, tmp_path: Path) -> None:
@@ -172,6 +177,7 @@ def test_a_file_that_is_no_text(checkpoint: Path, capsys: Output, tmp_path: Path
 def test_a_tokenizer_that_is_larger_than_the_model(capsys: Output, tmp_path: Path) -> None:
     write_tokenizer(tmp_path)
     save(build("llama"), tmp_path)
+    capsys.readouterr()  # the progress of the other library
     generate(tmp_path, "--prompt", "a", code=2)
     assert "the tokenizer has 270 tokens, and the model 61" in message(capsys)
 
