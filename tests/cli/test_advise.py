@@ -136,10 +136,10 @@ def test_torch_is_not_loaded() -> None:
     assert done.stdout.splitlines()[-1] == "False"
 
 
-@pytest.mark.parametrize(("scenario", "is_missing"), [("inference", True), ("rl", True), ("dense", False)])
-def test_inference_graphs_are_not_available_yet(
+@pytest.mark.parametrize(("scenario", "is_missing"), [("inference", False), ("rl", True), ("dense", False)])
+def test_reinforcement_learning_is_not_available_yet(
     scenario: str, is_missing: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main(["advise", "--scenario", scenario, "--json"]) == 0
     missing = json.loads(capsys.readouterr().out)["not_available_yet"]
-    assert any("inference graphs" in text for text in missing) is is_missing
+    assert any("reinforcement learning" in text for text in missing) is is_missing
