@@ -1,3 +1,5 @@
+"""What is said of options that differ from those of a checkpoint."""
+
 from __future__ import annotations
 
 import json
@@ -32,6 +34,8 @@ def texts(here: Mapping[str, Any], saved: Mapping[str, Any]) -> list[tuple[str, 
         ("--hidden-size 64", "", "--hidden-size is 64 here and 32", "use --hidden-size 32"),
         ("--num-layers 3", "", "--num-layers is 3 here and 2", "use --num-layers 2"),
         ("--num-attention-heads 8", "", "--num-attention-heads is 8 here and 4", "use --num-attention-heads 4"),
+        ("--qk-layernorm", "", "--qk-layernorm is on here and off", "leave --qk-layernorm out"),
+        ("", "--qk-layernorm", "--qk-layernorm is off here and on", "add --qk-layernorm"),
         ("--swiglu", "", "--swiglu is on here and off", "leave --swiglu out"),
         ("", "--swiglu --hidden-size 32", "--swiglu is off here and on", "add --swiglu"),
         ("--disable-bias-linear", "", "--disable-bias-linear is on here and off", "leave --disable-bias-linear out"),

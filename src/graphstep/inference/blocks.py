@@ -78,6 +78,10 @@ class BlockPool:
         """Blocks that nobody holds and whose contents can be found."""
         return len(self._idle)
 
+    def in_use(self) -> list[int]:
+        """Blocks with contents that somebody may still read."""
+        return [block for block, holders in enumerate(self._holders) if holders or block in self._idle]
+
     def blocks_for(self, num_tokens: int) -> int:
         """Return the number of blocks that so many tokens lie in."""
         return -(-num_tokens // self.block_size)

@@ -18,6 +18,7 @@ class NoBucket(enum.Enum):
     DECODE_ONLY = "only decode steps have graphs"
     TOO_MANY_TOKENS = "more tokens than the largest graph"
     TOO_MANY_REQUESTS = "more requests than the graphs of that many tokens"
+    NOT_CAPTURED = "its graph could not be captured"
 
 
 @dataclass(frozen=True, slots=True)

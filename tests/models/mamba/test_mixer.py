@@ -121,6 +121,20 @@ def test_decoding_equals_the_forward(prompt: int, dtype: torch.dtype) -> None:
     assert states[1].dtype == torch.float32
 
 
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.float64, 1e-12)])
+@pytest.mark.parametrize("parts", [(1, 1, 9), (2, 3, 6), (5, 6), (10, 1)])
+@torch.no_grad()
+def test_sequences_in_parts_equal_the_forward(parts: tuple[int, ...], dtype: torch.dtype, tolerance: float) -> None:
+    mixer = built(chunk_size=4, dtype=dtype)
+    x = torch.randn(2, 11, 24, dtype=dtype)
+    states, whole = mixer.new_states(2), mixer.new_states(2)
+    wanted = mixer.forward_with_state(x, *whole)
+    found = [mixer.forward_from_state(part, *states) for part in x.split(parts, dim=1)]
+    torch.testing.assert_close(torch.cat(found, dim=1), wanted, atol=tolerance, rtol=tolerance)
+    for state, expected in zip(states, whole, strict=True):
+        torch.testing.assert_close(state, expected, atol=tolerance, rtol=tolerance)
+
+
 def test_autocast() -> None:
     mixer = built(chunk_size=8)
     x = torch.randn(2, 13, CONFIG.hidden_size)

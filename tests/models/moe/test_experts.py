@@ -1,3 +1,5 @@
+"""Experts: grouped, padded and one after another compute the same."""
+
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -139,6 +141,8 @@ def test_the_options_choose(options: dict[str, Any], kind: type[Experts]) -> Non
 def test_one_product_of_all_experts_has_no_biases() -> None:
     with pytest.raises(ConfigError, match="have no biases"):
         build_experts(replace(MODEL, add_bias_linear=True), MOE, 8)
+    with pytest.raises(ConfigError, match="have no biases"):
+        GroupedExperts(MODEL, 8, 16, bias=True)
     assert (
         build_experts(replace(MODEL, add_bias_linear=True), replace(MOE, moe_grouped_gemm=False), 8).up_bias is not None
     )

@@ -1,3 +1,5 @@
+"""Layers with experts: segments, launches, and what they compute."""
+
 from __future__ import annotations
 
 import copy

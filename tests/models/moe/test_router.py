@@ -1,3 +1,5 @@
+"""The router: choices, weights, losses and counters."""
+
 from __future__ import annotations
 
 from dataclasses import replace

@@ -30,6 +30,8 @@ CONVOLUTION_WIDTH: Final = 4
 """Tokens that the convolution sees, as in the paper."""
 CHUNK_SIZE: Final = 256
 """Tokens that the scan takes at a time, at most, as in the paper's implementation."""
+_NO_TIME: Final = -1e4
+"""Before its bias and softplus: a time step that is zero in every type."""
 _GOLDEN: Final = (math.sqrt(5.0) - 1.0) / 2.0
 
 
@@ -153,6 +155,34 @@ class Mamba2(nn.Module):
         dt, a = self._steps_and_decays(raw, ssm_state.dtype)
         ssm_state.copy_(final_state(x, dt, a, b))
         update_BSH: Tensor = self._finish(self._mix(projected_BSF))
+        return update_BSH
+
+    @torch.no_grad()
+    def forward_from_state(self, x_BSH: Tensor, conv_state: Tensor, ssm_state: Tensor) -> Tensor:
+        """More tokens of sequences whose states are given, to their update [B, S, H]; both states go on in place.
+
+        What :meth:`step` would do for one token after the other, in one scan.
+        """
+        layout, num_before = self.layout, conv_state.shape[1]
+        projected_BSF = self.in_proj(x_BSH)
+        z, _, raw = projected_BSF.split(layout.widths, dim=-1)
+        # The tokens before, as far as the convolution sees them; time steps of zero keep them out of the scan.
+        before_BKF = projected_BSF.new_zeros(x_BSH.shape[0], num_before, projected_BSF.shape[-1])
+        _, mixed_before, raw_before = before_BKF.split(layout.widths, dim=-1)
+        mixed_before.copy_(conv_state.flip(1))
+        raw_before.fill_(_NO_TIME)
+        whole_BTF = torch.cat((before_BKF, projected_BSF), dim=1)
+        mixed = whole_BTF.split(layout.widths, dim=-1)[1]
+        x, b, c = (t[:, num_before:] for t in convolved_parts(mixed, self.conv_weight, self.conv_bias, layout))
+        dt, a = self._steps_and_decays(raw, ssm_state.dtype)
+        left_BSH = (dt * a).cumsum(1).exp()
+        by_group = ssm_state.unflatten(1, (layout.groups, -1))
+        from_state = torch.einsum("bsgn,bgrpn->bsgrp", c.to(ssm_state.dtype), by_group).flatten(2, 3)
+        gate = functional.silu(z)
+        gated = self._mix(whole_BTF)[:, num_before:] + (from_state * left_BSH[..., None]).flatten(2).to(z.dtype) * gate
+        ssm_state.mul_(left_BSH[:, -1, :, None, None]).add_(final_state(x, dt, a, b))
+        conv_state.copy_(mixed[:, -num_before:].flip(1))
+        update_BSH: Tensor = self._finish(gated)
         return update_BSH
 
     @torch.no_grad()

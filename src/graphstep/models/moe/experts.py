@@ -6,7 +6,7 @@ Shapes: N rows, E experts, C rows of an expert when padded, H hidden, F width in
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +29,12 @@ class Experts(nn.Module):
     """Weights of all experts of a layer and their activation; the products are those of the classes below.
 
     With SwiGLU the first F columns of ``up`` are the gate and the last F the value.
+
+    Raises:
+        ConfigError: biases were asked for, and the product has none.
     """
+
+    takes_biases: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -44,6 +49,15 @@ class Experts(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        if bias and not self.takes_biases:
+            raise ConfigError(
+                Problem(
+                    code="moe-grouped-gemm-bias",
+                    what="experts in one grouped matrix multiplication have no biases, and linear layers have them",
+                    where="--moe-grouped-gemm, --disable-bias-linear",
+                    fix="add --disable-bias-linear, or leave --moe-grouped-gemm out",
+                )
+            )
         self.rank, self.num_ranks = rank, num_ranks
 
         def allocated(*shape: int) -> nn.Parameter:
@@ -75,6 +89,12 @@ class Experts(nn.Module):
         """
         raise NotImplementedError(f"{type(self).__name__} has to multiply")
 
+    def forward_padded(self, x_NH: Tensor) -> Tensor:
+        """Transform the same number of rows an expert: two batched products, static shapes whatever the class is."""
+        x_ECH = x_NH.unflatten(0, (self.num_experts, -1))
+        inner_ECF = self._activate(_batched_product(x_ECH, self.up, self.up_bias))
+        return _batched_product(inner_ECF, self.down, self.down_bias).flatten(0, 1)
+
     def extra_repr(self) -> str:
         """Say how large the experts are."""
         num_experts, inner, hidden = self.down.shape
@@ -98,6 +118,8 @@ class GroupedExperts(Experts):
 
     On CUDA this holds in bfloat16, with H and F multiples of 8; for other types PyTorch reads the ends on the host.
     """
+
+    takes_biases: ClassVar[bool] = False
 
     def forward(self, x_NH: Tensor, ends_E: Tensor) -> Tensor:
         """See :class:`Experts`.
@@ -149,9 +171,7 @@ class PaddedExperts(Experts):
 
     def forward(self, x_NH: Tensor, ends_E: Tensor) -> Tensor:
         """See :class:`Experts`; the ends are multiples of N / E and are not looked at."""
-        x_ECH = x_NH.unflatten(0, (self.num_experts, -1))
-        inner_ECF = self._activate(_batched_product(x_ECH, self.up, self.up_bias))
-        return _batched_product(inner_ECF, self.down, self.down_bias).flatten(0, 1)
+        return self.forward_padded(x_NH)
 
 
 def build_experts(
@@ -179,20 +199,19 @@ def build_experts(
         ConfigError: a grouped product was asked for, and biases.
     """
     kind: type[Experts] = GroupedExperts if moe.moe_grouped_gemm else SequentialExperts
-    if moe.moe_expert_capacity_factor is not None and moe.moe_pad_expert_input_to_capacity:
+    if moe.pads_experts:
         kind = PaddedExperts
-    if kind is GroupedExperts and config.add_bias_linear:
-        raise ConfigError(
-            Problem(
-                code="moe-grouped-gemm-bias",
-                what="experts in one grouped matrix multiplication have no biases, and linear layers have them",
-                where="--moe-grouped-gemm, --disable-bias-linear",
-                fix="add --disable-bias-linear, or leave --moe-grouped-gemm out",
-            )
-        )
     inner = moe.moe_ffn_hidden_size or config.ffn_hidden_size
     bias = config.add_bias_linear
     return kind(config, num_experts, inner, bias=bias, rank=rank, num_ranks=num_ranks, device=device, dtype=dtype)
+
+
+def reads_on_host(x: Tensor, up_EHF: Tensor, down_EFH: Tensor) -> bool:
+    """Would a grouped product of rows like these wait for the GPU, to read the ends of each expert's rows?"""
+    if not x.is_cuda:
+        return False
+    is_wide = all(width % 8 == 0 for width in (up_EHF.shape[1], up_EHF.shape[2], down_EFH.shape[1]))
+    return not (x.dtype is torch.bfloat16 and is_wide and torch.cuda.get_device_capability(x.device) >= _HOPPER)
 
 
 def refuse_host_reads(x_NH: Tensor, up_EHF: Tensor, down_EFH: Tensor) -> None:
@@ -204,8 +223,7 @@ def refuse_host_reads(x_NH: Tensor, up_EHF: Tensor, down_EFH: Tensor) -> None:
     if torch.compiler.is_compiling() or not x_NH.is_cuda or not torch.cuda.is_current_stream_capturing():
         return
     widths = (up_EHF.shape[1], up_EHF.shape[2], down_EFH.shape[1])
-    is_wide = all(width % 8 == 0 for width in widths)
-    if x_NH.dtype is torch.bfloat16 and is_wide and torch.cuda.get_device_capability(x_NH.device) >= _HOPPER:
+    if not reads_on_host(x_NH, up_EHF, down_EFH):
         return
     raise CaptureError(
         f"the grouped matrix product of experts reads on the host where each expert's rows end, for {x_NH.dtype} and "

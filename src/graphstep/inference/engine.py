@@ -1,0 +1,415 @@
+"""The engine of generation: requests in, tokens out, one step at a time."""
+
+from __future__ import annotations
+
+import enum
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import TracebackType
+
+import torch
+from torch import Tensor
+
+from graphstep.capture import CaptureReport, GraphSession
+from graphstep.config import InferenceCudaGraphScope
+from graphstep.errors import ConfigError, InputMismatchError, LifecycleError, Problem
+from graphstep.inference.attention import attention_for
+from graphstep.inference.blocks import BlockPool
+from graphstep.inference.cache import CacheShape, InferenceCache
+from graphstep.inference.engine_config import EngineConfig
+from graphstep.inference.memory import cache_blocks
+from graphstep.inference.metadata import StepMetadata
+from graphstep.inference.model_steps import ModelSteps
+from graphstep.inference.requests import FinishReason, Output, Request, SamplingParams
+from graphstep.inference.runner import StepRunner
+from graphstep.inference.sampling import HostDraws, sample, unpack
+from graphstep.inference.scheduler import Scheduler, SchedulerCounts
+from graphstep.inference.step import Step
+from graphstep.inference.streams import TokenStream
+from graphstep.models import GPTModel
+
+_log = logging.getLogger(__name__)
+
+
+class EngineState(enum.Enum):
+    """READY <-> SUSPENDED, and CLOSED from either."""
+
+    READY = "ready"
+    SUSPENDED = "suspended"
+    CLOSED = "closed"
+
+
+class CacheMode(enum.Enum):
+    """What becomes of the cache while an engine is suspended."""
+
+    PERSIST = "persist"
+    """It stays, and so do the graphs."""
+    OFFLOAD = "offload"
+    """What is in use goes to the host and comes back. Graphs are captured again."""
+    RECOMPUTE = "recompute"
+    """It goes; running requests compute it anew. Graphs are captured again."""
+
+
+@dataclass(slots=True)
+class WeightUpdate:
+    """What a change of weights did; complete when the ``with`` of `DynamicEngine.weight_update` ends."""
+
+    moved: list[str] = field(default_factory=list)
+    """Weights that are not where they were, in words. Empty: all addresses were kept, and so were the graphs."""
+    num_recomputed: int = 0
+    """Running requests whose keys and values are computed again."""
+
+
+class DynamicEngine:
+    """Generates tokens for requests that join and leave a running batch.
+
+    Not safe for several threads. The model is read only; it has to be in evaluation mode when a step runs. What the
+    graphs read (weights, cache, step description) stays at its address; weights that moved are refused by name.
+
+    Owns: the session with its graphs, the cache, the buffers of a step. `close` frees them in that order.
+
+    Args:
+        model: whose weights are used where they are. On one device.
+        config: sizes, graphs, seed.
+        session: for graphs, of the engine's own from now on; by default a new one for the model's device.
+
+    Raises:
+        ConfigError: sizes that do not fit each other or the model; all problems of a kind at once.
+        CaptureError: a graph cannot be captured, and has to be.
+    """
+
+    def __init__(self, model: GPTModel, config: EngineConfig | None = None, *, session: GraphSession | None = None):
+        self.config = config or EngineConfig()
+        self.model = model
+        device = model.embedding.weight.device
+        options = self.config.inference
+        shape = CacheShape.of(model)
+        self.limits = self.config.limits(model, shape)
+        self._vocabulary = self.config.vocabulary or model.config.vocab_size
+        if self._vocabulary > model.config.vocab_size:
+            what = f"{self._vocabulary} tokens, and the model has {model.config.vocab_size}"
+            raise ConfigError(Problem("inference-vocabulary", what, "EngineConfig.vocabulary", "leave it out"))
+        block_size = options.inference_dynamic_batching_block_size
+        self._metadata = StepMetadata(self.limits, block_size, device)
+        if self.config.scope is not InferenceCudaGraphScope.none:
+            self._require_evaluation("DynamicEngine")
+        num_blocks = cache_blocks(model, shape, self.config, self.limits, self._metadata)
+        self._pool = BlockPool(num_blocks, block_size, prefix_caching=self.config.prefix_caching and not shape.mixers)
+        self._cache = InferenceCache(shape, num_blocks, block_size, self.limits.max_requests, device)
+        self._session = session if session is not None else GraphSession(device)
+        steps = ModelSteps(
+            model,
+            self._cache,
+            attention_for(device, shape.dtype, is_batch_invariant=self.config.inference.batch_invariant_mode),
+        )
+        self._runner = StepRunner(
+            steps,
+            self._metadata,
+            self._session,
+            scope=self.config.scope,
+            ladder=self.config.ladder(self.limits, has_states=steps.has_states),
+            limits=self.limits,
+            num_warmup_runs=self.config.num_warmup_runs,
+            is_required=self.config.is_required,
+        )
+        self._has_states = steps.has_states
+        self._scheduler = Scheduler(
+            self.limits,
+            self._pool,
+            chunked_prefill=options.enable_chunked_prefill,
+            seed=self.config.seed,
+            matcher=self._runner.matcher if options.inference_cuda_graph_all_prefills else None,
+            vocabulary=self._vocabulary,
+        )
+        self._streams: dict[int, TokenStream] = {}
+        self._state = EngineState.READY
+        if self.config.captures_at_start:
+            try:
+                self._capture_all()
+            except BaseException:
+                self.close()
+                raise
+
+    @property
+    def state(self) -> EngineState:
+        """Where it is in its life."""
+        return self._state
+
+    @property
+    def has_work(self) -> bool:
+        """Is there a request that is not finished?"""
+        return self._scheduler.has_work
+
+    @property
+    def counts(self) -> SchedulerCounts:
+        """What has happened since the start."""
+        return self._scheduler.counts
+
+    @property
+    def runner(self) -> StepRunner:
+        """The graphs."""
+        return self._runner
+
+    @property
+    def cache(self) -> InferenceCache:
+        """Keys, values and states."""
+        return self._cache
+
+    @property
+    def blocks(self) -> BlockPool:
+        """Who holds which block."""
+        return self._pool
+
+    def add_request(self, prompt: Sequence[int], sampling: SamplingParams | None = None) -> Request:
+        """Let a request wait for its turn; `step` computes it.
+
+        Raises:
+            RequestError: it could never be served; all problems at once.
+            LifecycleError: the engine is closed.
+        """
+        if self._state is EngineState.CLOSED:
+            raise LifecycleError("the engine is closed", where="DynamicEngine.add_request", fix="make a new one")
+        return self._scheduler.add(prompt, sampling or SamplingParams())
+
+    def cancel(self, request: Request, reason: FinishReason = FinishReason.CANCELLED) -> None:
+        """End a request early; its blocks are free at once. An open stream of it ends with this reason."""
+        if request.is_finished:
+            return
+        if self._scheduler.end(request, reason):
+            self._hand_out([Output(request, None, finish_reason=reason)])
+
+    def step(self) -> list[Output]:
+        """Compute one step for as many requests as fit.
+
+        Returns:
+            What each request got; empty if there is nothing to do, or if only parts of prompts were computed.
+
+        Raises:
+            LifecycleError: suspended, closed, or the model is in training mode.
+            StaleAddressError: weights are not where graphs expect them. No request is lost.
+
+        Other errors pass through; the step is taken back, and the next call repeats it.
+        """
+        return self._step(verifies=True)
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], sampling: SamplingParams | Sequence[SamplingParams] | None = None
+    ) -> list[Request]:
+        """Run until these requests are finished, and whatever else is in the engine with them.
+
+        Args:
+            prompts: tokens of each.
+            sampling: for all, or of each.
+
+        Raises:
+            RequestError: one of them could never be served; none was taken.
+        """
+        each = [sampling] * len(prompts) if sampling is None or isinstance(sampling, SamplingParams) else list(sampling)
+        if len(each) != len(prompts):
+            raise InputMismatchError(
+                f"{len(prompts)} prompts and {len(each)} settings",
+                where="DynamicEngine.generate",
+                fix="give one SamplingParams for all, or one a prompt",
+            )
+        requests: list[Request] = []
+        try:
+            for prompt, own in zip(prompts, each, strict=True):
+                requests.append(self.add_request(prompt, own))
+            verifies = True
+            while not all(request.is_finished for request in requests):
+                self._step(verifies=verifies)
+                verifies = False  # Nobody else has a turn between these steps.
+        except BaseException:
+            for request in requests:
+                self.cancel(request)
+            raise
+        return requests
+
+    def stream(self, prompt: Sequence[int], sampling: SamplingParams | None = None) -> TokenStream:
+        """Add a request and return what yields its outputs, computing steps while there is nothing to yield.
+
+        The request takes part in every step from now on, whether its outputs are taken or not.
+
+        Raises:
+            RequestError: it could never be served.
+        """
+        request = self.add_request(prompt, sampling)
+        stream = self._streams[request.number] = TokenStream(request, self.step, self._leave)
+        return stream
+
+    def suspend(self, mode: CacheMode = CacheMode.PERSIST) -> None:
+        """Compute nothing until `resume`, and make room as the mode says. Requests stay, and may be added.
+
+        Raises:
+            LifecycleError: it is suspended or closed already.
+        """
+        self._require_ready("DynamicEngine.suspend")
+        if mode is not CacheMode.PERSIST:
+            self._runner.drop()
+        if mode is CacheMode.OFFLOAD:
+            self._cache.offload(self._pool.in_use())
+        elif mode is CacheMode.RECOMPUTE:
+            self._scheduler.recompute_all()
+            self._cache.release()
+        self._state = EngineState.SUSPENDED
+
+    def resume(self) -> None:
+        """Go on. Memory that was given up is taken again, and its graphs are captured as at the start.
+
+        Raises:
+            LifecycleError: it is not suspended.
+        """
+        if self._state is not EngineState.SUSPENDED:
+            raise LifecycleError(
+                f"the engine is {self._state.value}", where="DynamicEngine.resume", fix="suspend() it first"
+            )
+        if not self._cache.is_allocated:
+            self._cache.allocate()
+        self._state = EngineState.READY
+        if self.config.captures_at_start:
+            self._capture_all()
+
+    @contextmanager
+    def weight_update(self, *, keeps_running: bool = False) -> Iterator[WeightUpdate]:
+        """Change the weights in the body, in any way; afterwards nothing that was computed with the old ones is used.
+
+        Known prefixes are forgotten. Running requests compute their keys and values again, unless ``keeps_running``:
+        then they go on from those of the old weights. Weights that are not where they were are named in the result,
+        and the graphs are captured anew. All of this holds also if the body fails: whatever it wrote by then counts.
+
+        Raises:
+            LifecycleError: the engine is closed.
+        """
+        if self._state is EngineState.CLOSED:
+            raise LifecycleError("the engine is closed", where="DynamicEngine.weight_update", fix="make a new one")
+        update = WeightUpdate()
+        self._runner.watch()
+        try:
+            yield update
+        finally:
+            if keeps_running and self._cache.is_allocated:
+                self._scheduler.forget_cache()
+            else:
+                update.num_recomputed = self._scheduler.num_running
+                self._scheduler.recompute_all()
+            update.moved = self._runner.changes()
+            if update.moved:
+                self._runner.drop()
+        if update.moved and self.config.captures_at_start and self._state is EngineState.READY:
+            self._capture_all()
+
+    def update_weights(self, weights: Mapping[str, Tensor], *, keeps_running: bool = False) -> WeightUpdate:
+        """Copy new values into the model's tensors, which stay where they are.
+
+        Args:
+            weights: by the names of the model's ``state_dict``; those that are missing keep their values.
+            keeps_running: see `weight_update`.
+
+        Raises:
+            InputMismatchError: names that the model does not know or other shapes, all at once. Nothing was written.
+        """
+        own = self.model.state_dict(keep_vars=True)
+        wrong = [
+            f"{name}: expected {tuple(own[name].shape)}, got {tuple(tensor.shape)}"
+            if name in own
+            else f"{name}: unknown"
+            for name, tensor in weights.items()
+            if name not in own or own[name].shape != tensor.shape
+        ]
+        if wrong:
+            raise InputMismatchError(
+                "weights that do not fit the model: " + "; ".join(wrong),
+                where="DynamicEngine.update_weights",
+                fix="give tensors by the names and in the shapes of model.state_dict()",
+            )
+        with self.weight_update(keeps_running=keeps_running) as update, torch.no_grad():
+            for name, tensor in weights.items():
+                own[name].copy_(tensor)
+        return update
+
+    def report(self) -> CaptureReport:
+        """What has been captured and how it was used; the row ``steps`` counts steps with and without graphs."""
+        return self._session.report()
+
+    def close(self) -> None:
+        """Free graphs, then the cache. Requests that are not finished end as cancelled. May be called twice."""
+        if self._state is EngineState.CLOSED:
+            return
+        self._state = EngineState.CLOSED
+        self._session.close()
+        self._cache.release()
+
+    def __enter__(self) -> DynamicEngine:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _step(self, *, verifies: bool) -> list[Output]:
+        self._require_ready("DynamicEngine.step")
+        step = self._scheduler.schedule()
+        if step is None:
+            return []
+        try:
+            draws = self._compute(step, verifies=verifies)
+        except BaseException:
+            self._scheduler.abandon(step)
+            if self._has_states:
+                self._scheduler.recompute_all()  # States may have gone on by a token already.
+            raise
+        outputs = self._scheduler.commit(step, *draws)
+        if self._streams:
+            self._hand_out(outputs)
+        return outputs
+
+    @torch.no_grad()
+    def _compute(self, step: Step, *, verifies: bool) -> HostDraws:
+        """Run the forward and draw; the one place where the host waits for the device."""
+        match = self._runner.match(step.shape, verifies=verifies)
+        tensors = self._metadata.fill(step, match.bucket or self.limits.eager_shape(step.shape))
+        logits = self._runner.run(tensors, step, match)
+        if not any(step.draws):
+            return HostDraws([0] * len(step.requests), None, None)
+        needs = step.needs
+        drawn = sample(logits[:, : self._vocabulary], tensors.draw_settings, needs)
+        return unpack(drawn.packed()[: len(step.requests)].cpu().numpy(), needs)
+
+    def _leave(self, request: Request) -> None:
+        self._streams.pop(request.number, None)
+        self.cancel(request)
+
+    def _hand_out(self, outputs: Sequence[Output]) -> None:
+        for output in outputs:
+            stream = self._streams.get(output.request.number)
+            if stream is not None:
+                stream.put(output)
+
+    def _capture_all(self) -> None:
+        self._require_evaluation("DynamicEngine")
+        self._runner.capture_all(show_progress=self.config.show_progress)
+        graphs = self._runner.graphs
+        if graphs:
+            _log.info(
+                "graphs: %d shapes in %.1f s, %.3f GB",
+                len(graphs),
+                sum(each.capture_seconds for each in graphs),
+                self._session.engine.pool_bytes / 1e9,
+            )
+
+    def _require_ready(self, where: str) -> None:
+        if self._state is not EngineState.READY:
+            fix = "resume() it first" if self._state is EngineState.SUSPENDED else "make a new one"
+            raise LifecycleError(f"the engine is {self._state.value}", where=where, fix=fix)
+        self._require_evaluation(where)
+
+    def _require_evaluation(self, where: str) -> None:
+        if self.model.training:
+            raise LifecycleError(
+                "the model is in training mode; its routers would add noise and count tokens",
+                where=where,
+                fix="call model.eval() before, and model.train() to go on with training",
+            )

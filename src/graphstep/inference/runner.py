@@ -1,0 +1,255 @@
+"""Runs the forward of each step: as one graph, as a graph a layer, or operation by operation."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from graphstep.capture import GraphSession, RegionStats
+from graphstep.capture.manifest import Watched, verify
+from graphstep.capture.observe import Observation
+from graphstep.capture.progress import CaptureProgress
+from graphstep.config import InferenceCudaGraphScope
+from graphstep.engine import Recording
+from graphstep.errors import CaptureError
+from graphstep.inference.ladder import Ladder
+from graphstep.inference.matching import GraphMatcher, Match, NoBucket
+from graphstep.inference.metadata import StepMetadata, StepTensors
+from graphstep.inference.model_steps import ModelSteps, StepContext
+from graphstep.inference.shapes import BatchLimits, BatchShape
+from graphstep.inference.step import Step, dummy_step
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class BucketGraphs:
+    """The graphs of one bucket, in the order of their replay."""
+
+    bucket: BatchShape
+    recordings: tuple[Recording, ...]
+    stats: tuple[RegionStats, ...]
+    """Of each recording's region."""
+    logits: Tensor
+    """Where the last recording leaves them. The memory is the pool's: read it before another bucket is replayed."""
+    capture_seconds: float
+    pool_bytes: int
+    """What it added to the pool."""
+
+
+class StepRunner:
+    """Owns the graphs of an engine.
+
+    All of them are captured into one lane of a session, so that they share memory: the logits of one step have to be
+    read, in stream order, before the next one runs. Graphs read the step's metadata and the cache where they lie; who
+    moves those, drops the graphs first.
+
+    Args:
+        steps: the forward.
+        metadata: of the engine. A capture fills it with a step that harms nobody.
+        session: owns engine, pool and counts; the model may be watched by it more than once.
+        scope: what one graph covers.
+        ladder: the buckets.
+        limits: of the engine.
+        num_warmup_runs: eager forwards before the capture of a bucket, at least one.
+        is_required: what cannot be captured is an error; otherwise it runs eagerly, with a warning.
+    """
+
+    def __init__(
+        self,
+        steps: ModelSteps,
+        metadata: StepMetadata,
+        session: GraphSession,
+        *,
+        scope: InferenceCudaGraphScope,
+        ladder: Ladder,
+        limits: BatchLimits,
+        num_warmup_runs: int = 1,
+        is_required: bool = False,
+    ) -> None:
+        self.steps = steps
+        self.limits = limits
+        self.ladder = ladder if scope is not InferenceCudaGraphScope.none else Ladder((), ())
+        self.matcher = GraphMatcher(self.ladder)
+        self._metadata = metadata
+        self._session = session
+        self._scope = scope
+        self._num_warmup_runs = max(1, num_warmup_runs)
+        self._is_required = is_required
+        self._graphs: dict[BatchShape, BucketGraphs] = {}
+        self._failed: set[BatchShape] = set()
+        self._watched: Watched | None = None
+        self._step_stats = session.stats("steps", scope.value)
+
+    @property
+    def graphs(self) -> tuple[BucketGraphs, ...]:
+        """What has been captured, in that order."""
+        return tuple(self._graphs.values())
+
+    @property
+    def step_stats(self) -> RegionStats:
+        """Steps that were replays, and the others with their reasons."""
+        return self._step_stats
+
+    def match(self, shape: BatchShape, *, verifies: bool = True) -> Match:
+        """Find the bucket of a step; it is captured now if it was not before.
+
+        Args:
+            shape: of the step.
+            verifies: compare the addresses of the weights first. Needless only where nobody else had a turn since.
+
+        Raises:
+            StaleAddressError: weights moved since the capture; named.
+            CaptureError: it cannot be captured, and has to be.
+        """
+        match = self.matcher.match(shape)
+        if match.bucket is None:
+            return match
+        if match.bucket not in self._graphs:
+            with self._session.captures_in_a_row():
+                is_captured = self._try_capture(match.bucket)
+            if not is_captured:
+                return Match(None, NoBucket.NOT_CAPTURED)
+        if verifies and self._watched is not None:
+            verify(self._watched, "inference graphs", instead="drop the graphs (engine.weight_update() does)")
+        return match
+
+    def run(self, tensors: StepTensors, step: Step, match: Match) -> Tensor:
+        """Compute the step that ``tensors`` describe.
+
+        Returns:
+            Logits [R, V], valid until the next call.
+
+        Cost where there are graphs: a launch for each; nothing is waited for.
+        """
+        graphs = self._graphs.get(match.bucket) if match.bucket is not None else None
+        if graphs is None:
+            self._step_stats.eager_calls[match.reason.value if match.reason is not None else "no graphs"] += 1
+            return self.steps.forward(tensors, step)
+        for recording in graphs.recordings:
+            recording.replay()
+        for stats in graphs.stats:
+            stats.num_replays += 1
+        if self._scope is not InferenceCudaGraphScope.block:
+            self._step_stats.num_replays += 1
+        return graphs.logits
+
+    def capture_all(self, *, show_progress: bool | None = None) -> None:
+        """Capture every bucket, the largest first, so that the others find their memory in the pool.
+
+        Args:
+            show_progress: as for `CaptureProgress`.
+
+        Raises:
+            CaptureError: a bucket cannot be captured, and has to be.
+        """
+        missing = [b for b in self.ladder.capture_order() if b not in self._graphs and b not in self._failed]
+        with self._session.captures_in_a_row(), CaptureProgress(len(missing), enabled=show_progress) as progress:
+            for bucket in missing:
+                self._try_capture(bucket)
+                progress.advance(str(bucket), self._allocated_bytes())
+
+    def drop(self) -> None:
+        """Free all graphs; the next step or `capture_all` makes them anew."""
+        for graphs in self._graphs.values():
+            for recording, stats in zip(graphs.recordings, graphs.stats, strict=True):
+                self._session.release([recording], stats)
+                stats.num_signatures = 0
+            self._step_stats.num_signatures = 0
+        self._graphs.clear()
+        self._failed.clear()
+        self._watched = None
+
+    def watch(self) -> None:
+        """Note where the weights are, unless that is known: graphs are made for these addresses."""
+        if self._watched is None:
+            self._watched = self._session.watch([("", self.steps.model)], may_be_frozen=True)
+
+    def changes(self) -> list[str]:
+        """Weights that are not where they were when `watch` noted them, in words."""
+        return self._watched.changes() if self._watched is not None and not self._watched.is_unchanged() else []
+
+    def _try_capture(self, bucket: BatchShape) -> bool:
+        if bucket in self._failed:
+            return False
+        self.watch()
+        try:
+            self._graphs[bucket] = self._capture(bucket)
+        except CaptureError as error:
+            if self._is_required:
+                raise
+            self._failed.add(bucket)
+            self._step_stats.why_not_captured = str(error)
+            _log.warning("steps of %s run without graphs: %s", bucket, error)
+            return False
+        return True
+
+    @torch.no_grad()
+    def _capture(self, bucket: BatchShape) -> BucketGraphs:
+        session, engine = self._session, self._session.engine
+        tensors = self._metadata.fill(dummy_step(bucket, self.limits.max_sequence_length), bucket)
+        with engine.capture_stream():
+            for _ in range(self._num_warmup_runs):
+                self.steps.forward(tensors, None)
+        recordings: list[Recording] = []
+        regions: list[RegionStats] = []
+        total = self._step_stats
+        seconds, pool_bytes = total.capture_seconds, 0
+
+        def captured(stats: RegionStats, function: Callable[[], Any]) -> Any:
+            nonlocal pool_bytes
+            recording = session.capture(stats, function, observation=self._kept_alive())
+            recordings.append(recording)
+            regions.append(stats)
+            pool_bytes += recording.nbytes
+            result = recording.result
+            # What later graphs of the bucket need is held here until they are captured; then its memory is free.
+            recording.release_result()
+            return result
+
+        try:
+            with session.timed(total):
+                if self._scope is InferenceCudaGraphScope.block:
+                    logits = captured(total, lambda: self.steps.forward(tensors, None))
+                else:
+                    logits = self._capture_layers(tensors, captured)
+                view = engine.borrowed_view(logits)
+        except BaseException:
+            for recording, stats in zip(recordings, regions, strict=True):
+                session.release([recording], stats)
+            raise
+        for stats in {id(region): region for region in (*regions, total)}.values():
+            stats.num_signatures += 1
+        return BucketGraphs(
+            bucket, tuple(recordings), tuple(regions), view, total.capture_seconds - seconds, pool_bytes
+        )
+
+    def _capture_layers(
+        self, tensors: StepTensors, captured: Callable[[RegionStats, Callable[[], Any]], Any]
+    ) -> Tensor:
+        steps, stats = self.steps, self._session.stats
+        hidden, rotary = captured(stats("front", "front"), lambda: steps.front(tensors))
+        context = StepContext(tensors, rotary, None)
+        for number in range(steps.num_layers):
+            before = hidden
+            hidden = captured(
+                stats(f"layers.{number}", "layer"),
+                partial(steps.layer, number, before, context),
+            )
+        logits: Tensor = captured(stats("head", "head"), lambda: steps.head(hidden, tensors))
+        return logits
+
+    def _kept_alive(self) -> Observation:
+        cache = self.steps.cache
+        states = [state for pair in cache.states for state in pair]
+        return Observation(externals=[cache.pages, *states])
+
+    def _allocated_bytes(self) -> int | None:
+        device = self._session.device
+        return torch.cuda.memory_allocated(device) if device.type == "cuda" else None
