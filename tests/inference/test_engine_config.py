@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from tests.inference.generation import build_model
 
-from graphstep.config import InferenceConfig, InferenceCudaGraphScope
+from graphstep.config import InferenceConfig, InferenceCudaGraphScope, from_argv
 from graphstep.errors import ConfigError
 from graphstep.inference.cache import CacheShape
 from graphstep.inference.engine_config import EngineConfig
@@ -60,3 +60,22 @@ def test_recurrent_states_have_graphs_for_decode_alone() -> None:
     assert all(bucket.is_decode_only for bucket in config.ladder(limits, has_states=True).buckets)
     assert config.ladder(limits, has_states=True).buckets
     assert not EngineConfig().ladder(limits, has_states=False).buckets
+
+
+@pytest.mark.parametrize(
+    ("more", "scope", "is_required"),
+    [
+        ("", "block", True),
+        ("--cuda-graph-policy auto", "block", False),
+        ("--cuda-graph-policy off", "none", False),
+        ("--inference-cuda-graph-scope layer --cuda-graph-warmup-steps 5", "layer", True),
+    ],
+)
+def test_options_of_a_command_line(more: str, scope: str, is_required: bool) -> None:
+    argv = "--cuda-graph-impl local --inference-cuda-graph-scope block --cuda-graph-policy required --seed 7 " + more
+    config = EngineConfig.of_run(from_argv(argv.split(), {}), max_sequence_length=9)
+    assert config.scope == scope
+    assert config.is_required is is_required
+    assert config.seed == 7
+    assert config.max_sequence_length == 9
+    assert config.num_warmup_runs == (5 if "warmup" in more else 3)

@@ -197,6 +197,22 @@ class TestNewWeights:
                 engine.update_weights(weights)
             assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
 
+    @pytest.mark.parametrize("mode", CacheMode)
+    @pytest.mark.parametrize("change", [lambda e: e.update_weights(doubled(e.model)).moved, replaced])
+    def test_come_while_the_engine_is_suspended(
+        self, mode: CacheMode, change: Callable[[DynamicEngine], list[str]], device: torch.device
+    ) -> None:
+        """As in reinforcement learning: generate, train, generate."""
+        model = build_model("llama", device)
+        with build_engine(model, "block") as engine:
+            engine.generate(prompts(4, 5), greedy(3))
+            engine.suspend(mode)
+            moved = change(engine)
+            assert bool(moved) is (change is replaced)
+            engine.resume()
+            requests = engine.generate(prompts(4, 5), greedy(5))
+            assert all(is_right(model, request) for request in requests)
+
     def test_that_failed_are_taken_as_new(self) -> None:
         model = build_model("llama")
         with build_engine(model, "block") as engine:

@@ -13,7 +13,7 @@ from types import MethodType
 from typing import Any, Final, Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parallel import DistributedDataParallel
@@ -21,6 +21,7 @@ from torch.nn.utils import parametrize
 from torch.utils._python_dispatch import TorchDispatchMode
 
 _POST_ACCUMULATE_HOOKS_OF: Final = attrgetter("_post_accumulate_grad_hooks")
+_TIMED_EVERY, _NEVER_TIMED = 100, 2**31 - 1  # Of how many forwards DistributedDataParallel times one; torch's default.
 Switch = tuple[Callable[[], Any], Callable[..., None]]
 
 
@@ -385,6 +386,23 @@ def node_number(node: Any) -> int | None:
 def data_parallel_is_active() -> bool:
     """True inside the forward of a module that is wrapped in DistributedDataParallel."""
     return getattr(DistributedDataParallel, "_active_ddp_module", None) is not None
+
+
+@contextmanager
+def no_data_parallel_timings(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Keep DistributedDataParallel from timing a forward in the body, for which the host waits: not under capture.
+
+    It times one of a hundred; the body is not one of them.
+    """
+    wrappers = [module for module in modules if isinstance(module, DistributedDataParallel)]
+    setters = [getattr(wrapper, "_set_ddp_runtime_logging_sample_rate", None) for wrapper in wrappers]
+    for set_rate in filter(None, setters):
+        set_rate(_NEVER_TIMED)
+    try:
+        yield
+    finally:
+        for set_rate in filter(None, setters):
+            set_rate(_TIMED_EVERY)
 
 
 def has_fp8_matmul(device: torch.device) -> bool:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from typing import Final
+from typing import Any, Final
 
-from graphstep.config import InferenceConfig, InferenceCudaGraphScope
+from graphstep.config import CapturePolicy, InferenceConfig, InferenceCudaGraphScope, RunConfig
 from graphstep.errors import ConfigError, Problem
 from graphstep.inference.cache import CacheShape
 from graphstep.inference.ladder import Ladder, build_ladder
@@ -44,6 +44,25 @@ class EngineConfig:
     """Tokens that there are, without those that pad the model's; ``None``: all of the model's."""
     seed: int = 0
     """Of requests that name none."""
+
+    @classmethod
+    def of_run(cls, run: RunConfig, **more: Any) -> EngineConfig:
+        """Return what the options of a command line ask for.
+
+        Args:
+            run: all options.
+            more: fields that no option sets, or that replace what the options say.
+        """
+        graphs = run.graphs
+        is_off = graphs.policy is CapturePolicy.off
+        fields = {
+            "inference": run.inference,
+            "scope": InferenceCudaGraphScope.none if is_off else graphs.inference_scope,
+            "is_required": graphs.policy is CapturePolicy.required,
+            "num_warmup_runs": max(1, graphs.warmup_steps),
+            "seed": run.training.seed,
+        }
+        return cls(**(fields | more))
 
     def limits(self, model: GPTModel, cache: CacheShape) -> BatchLimits:
         """The largest step.

@@ -111,8 +111,11 @@ class StepRunner:
         match = self.matcher.match(shape)
         if match.bucket is None:
             return match
-        if match.bucket not in self._graphs and not self._try_capture(match.bucket):
-            return Match(None, NoBucket.NOT_CAPTURED)
+        if match.bucket not in self._graphs:
+            with self._session.captures_in_a_row():
+                is_captured = self._try_capture(match.bucket)
+            if not is_captured:
+                return Match(None, NoBucket.NOT_CAPTURED)
         if verifies and self._watched is not None:
             verify(self._watched, "inference graphs", instead="drop the graphs (engine.weight_update() does)")
         return match

@@ -141,13 +141,13 @@ class TritonAttention:
             tensors.context_lengths,
             out,
             num_requests,
+            num_requests.bit_length(),
             *_strides(pages, tensors, channels),
             HEADS=heads,
             REPEATS=heads // groups,
             REPEATS_PADDED=repeats_padded,
             **_sizes(pages),
             QUERIES=queries,
-            SEARCH_STEPS=num_requests.bit_length(),
             num_warps=4,
         )
         return out

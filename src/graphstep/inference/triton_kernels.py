@@ -200,7 +200,7 @@ def join_parts_kernel(partial, weights, out, CHANNELS: tl.constexpr, WIDTH: tl.c
     tl.store(out + row * CHANNELS + channel, result.to(out.dtype.element_ty), mask=channel < CHANNELS)
 
 
-@triton.jit(do_not_specialize=["num_requests"])
+@triton.jit(do_not_specialize=["num_requests", "num_search_steps"])
 def mixed_kernel(
     queries,
     pages,
@@ -209,6 +209,7 @@ def mixed_kernel(
     contexts,
     out,
     num_requests,
+    num_search_steps,
     table_stride,
     block_stride,
     slot_stride,
@@ -222,17 +223,17 @@ def mixed_kernel(
     WIDTH: tl.constexpr,
     QUERIES: tl.constexpr,
     KEYS: tl.constexpr,
-    SEARCH_STEPS: tl.constexpr,
 ):
     """One program for QUERIES tokens of one request, with all query heads of a key head.
 
     Request r has its tiles from number ``query_starts[r] // QUERIES + r`` on, which is at least as many as it needs;
-    the others have nothing to do.
+    the others have nothing to do. The numbers of requests are no constants: steps without a graph have many, and each
+    would be compiled.
     """
     tile, group = tl.program_id(0), tl.program_id(1)
     low = tile * 0
     high = low + num_requests
-    for _ in range(SEARCH_STEPS):  # the last request that starts at this tile or before
+    for _ in range(num_search_steps):  # the last request that starts at this tile or before
         middle = (low + high) // 2
         is_before = tl.load(query_starts + middle) // QUERIES + middle <= tile
         low = tl.where(is_before, middle, low)

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from graphstep.capture.places import Place
 from graphstep.capture.report import CaptureReport
 from graphstep.capture.session import GraphSession
+from graphstep.capture.static_inputs import to_device
 from graphstep.capture.tree import flatten, values_of
 from graphstep.config.switches import CapturePolicy, MismatchPolicy
 from graphstep.config.validation import to_member
@@ -88,6 +89,7 @@ class GraphedStep(Generic[P, R]):
         self.session.require_open()
         if self._step is None:
             self.session.stats(self._name, "iteration").eager_calls["warmup"] += 1
+            args, kwargs = to_device(batch, self.session.device)  # As graphs have it.
             with self.session.engine.capture_stream(), ExitStack() as rates:
 
                 def put_rates(optimizer: Optimizer) -> None:

@@ -30,6 +30,7 @@ from graphstep.strategies.iteration_refusals import (
     WRITES,
     Named,
     has_wrapper,
+    least_warmup,
     parts_not_captured,
     refused,
     told_of_wrapper,
@@ -334,7 +335,8 @@ class IterationGraphs:
 
     def _warmup_of(self, step: Step) -> int:
         """Eager runs before a capture: optimizers make their state in the first one."""
-        return max(self._warmup_steps, 1 if len(step.optimizers) else 0)
+        least = least_warmup(step.modules, self._session.device)
+        return max(self._warmup_steps, least, 1 if len(step.optimizers) else 0)
 
     # ----- eager
 
@@ -452,7 +454,8 @@ class IterationGraphs:
         while True:
             iteration.gradients.ready(leaves, where)
             try:
-                with step.optimizers.captured(where):
+                untimed = torch_private.no_data_parallel_timings(self._all_modules(step))
+                with step.optimizers.captured(where), untimed:
                     recording = self._session.capture(stats, run, observation=observation, lane=lane)
                 problem = iteration.gradients.problem()
                 if problem is None:

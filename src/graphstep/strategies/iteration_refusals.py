@@ -16,6 +16,8 @@ from graphstep.strategies.local_forward import has_graphs
 
 Named = tuple[str, nn.Module]
 
+WARMUP_OF_WRAPPER: Final = 11
+
 _MOST_NAMED: Final = 5
 
 
@@ -52,6 +54,15 @@ def parts_not_captured(modules: Sequence[Named], places: Sequence[Place], where:
 def has_wrapper(modules: Sequence[Named], device: torch.device) -> bool:
     """True if DistributedDataParallel is a part of the step, and there are streams it may have been built on."""
     return device.type == "cuda" and any(isinstance(module, DistributedDataParallel) for _, module in modules)
+
+
+def least_warmup(modules: Sequence[Named], device: torch.device) -> int:
+    """Eager runs that a step needs before its capture because of what it consists of.
+
+    In its first ten forwards DistributedDataParallel waits for timings on the host (torch's notes on CUDA graphs ask
+    for eleven eager iterations).
+    """
+    return WARMUP_OF_WRAPPER if has_wrapper(with_children(modules), device) else 0
 
 
 def told_of_wrapper(error: CaptureError) -> CaptureError:

@@ -13,7 +13,7 @@ from graphstep.errors import InputMismatchError
 from graphstep.strategies.local_calls import RegionCalls
 
 _ARGUMENT: Final = re.compile(r"call\[0\]\[(\d+)\]")
-"""How differences name an argument of a layer: the first one is how many tensors a segment hands on."""
+"""How differences name an argument of a layer."""
 
 
 class OrderedCalls(RegionCalls):
@@ -25,7 +25,7 @@ class OrderedCalls(RegionCalls):
         except InputMismatchError as error:
             names = _names_of(self)
             raise InputMismatchError(
-                _ARGUMENT.sub(lambda found: _name(int(found[1]) - 1, names), error.what),
+                _ARGUMENT.sub(lambda found: _name(int(found[1]), names), error.what),
                 where=error.where,
                 fix="give it a shape that a step before create_cudagraphs() had: that captures each which was seen, up "
                 "to max_signatures; or let other calls run eagerly (on_mismatch='eager')",

@@ -59,7 +59,7 @@ def chunked_scan(
         a_H.view(groups, -1),
         d_H.view(groups, -1),
     )
-    cum = torch.cumsum(dt * a, dim=2)  # [B, C, Q, G, R]
+    cum = _running_sum(dt * a)  # [B, C, Q, G, R]
     differences = (cum[:, :, :, None] - cum[:, :, None]).clamp(max=0)  # Above the diagonal, where it could overflow.
     scores = torch.einsum("zcqgn,zckgn->zcqkg", c, b).permute(0, 1, 4, 2, 3).tril().permute(0, 1, 3, 4, 2)
     mixing = scores[..., None] * differences.exp() * dt[:, :, None]
@@ -73,6 +73,16 @@ def chunked_scan(
     y = y + torch.einsum("zcqgn,zcgrpn->zcqgrp", c, carried) * cum.exp()[..., None] + d[..., None] * x
     y_BSHP: Tensor = y.to(x.dtype).flatten(3, 4).flatten(1, 2)[:, :length]
     return y_BSHP
+
+
+def _running_sum(values_BCQGR: Tensor) -> Tensor:
+    """Sums over the steps of a chunk up to each one."""
+    if not torch.compiler.is_compiling():
+        return values_BCQGR.cumsum(2)
+    # Inductor of torch 2.11 fails on scans of this shape on a GPU; a masked sum becomes one kernel as well.
+    steps_Q = torch.arange(values_BCQGR.shape[2], device=values_BCQGR.device)
+    is_before_QQ = (steps_Q[:, None] >= steps_Q)[..., None, None]
+    return (values_BCQGR[:, :, None] * is_before_QQ).sum(3)
 
 
 def final_state(x_BSHP: Tensor, dt_BSH: Tensor, a_H: Tensor, b_BSGN: Tensor) -> Tensor:
