@@ -52,7 +52,9 @@ class ChatFormat:
             return cls(environment.from_string(text), dict(tokens or {}))
         except jinja2.TemplateError as error:
             what = f"the chat template of the model cannot be read: {error}"
-            raise ConfigError(Problem("chat-template", what, "chat_template", "repair tokenizer_config.json")) from error
+            raise ConfigError(
+                Problem("chat-template", what, "chat_template", "repair tokenizer_config.json")
+            ) from error
 
     @property
     def stop(self) -> tuple[str, ...]:
