@@ -122,6 +122,7 @@ class KeyCheck:
         self._key = key.encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Hand a request on, or refuse it."""
         if scope["type"] == "http" and scope["path"] != HEALTH:
             scheme, _, given = Headers(scope=scope).get("authorization", "").partition(" ")
             is_known = hmac.compare_digest(given.strip().encode("latin-1"), self._key)

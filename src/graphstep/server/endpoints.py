@@ -82,6 +82,7 @@ class GenerationEndpoint:
         self._prepare = _prepare_chat if is_chat else _prepare_completion
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request; nothing of it is left in the engine afterwards."""
         serving = self._serving()
         options, metrics = serving.options, serving.metrics
         answer = Answer(scope, send)

@@ -82,7 +82,7 @@ class ChatReply:
         self._model = model
         self._has_logprobs = has_logprobs
         self._head = _head("chatcmpl", "chat.completion", model.name)
-        self._stream_head = self._head | {"object": "chat.completion.chunk"}
+        self._stream_head = {**self._head, "object": "chat.completion.chunk"}
 
     def first_chunks(self, num_choices: int) -> Sequence[Json]:
         """Return who speaks, for each choice."""

@@ -197,9 +197,9 @@ class EngineWorker:
         events = []
         for output in outputs:
             number = output.request.number
-            job = self._jobs.get(number)
-            if job is None:
+            if number not in self._jobs:
                 continue
+            job = self._jobs[number]
             if output.finish_reason is not None:
                 del self._jobs[number]
             events.append((job, output))
@@ -209,7 +209,7 @@ class EngineWorker:
         added: list[Request] = []
         try:
             for job in jobs:
-                added.append(self._engine.add_request(job.prompt, job.sampling))
+                added.append(self._engine.add_request(job.prompt, job.sampling))  # noqa: PERF401 - kept if one fails
         except BaseException:
             for request in added:
                 self._engine.cancel(request)

@@ -105,7 +105,7 @@ class HttpServer(uvicorn.Server):
         super().handle_exit(sig, frame)
 
     @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:  # type: ignore[override]
+    def capture_signals(self) -> Iterator[None]:
         """Handle signals while it runs. uvicorn would send them once more afterwards: the engine is not closed then."""
         if threading.current_thread() is not threading.main_thread():
             yield
