@@ -22,11 +22,12 @@ Rule = Callable[[ast.Module], Iterator[Fault]]
 # An entry "models.segments" allows that module alone.
 BASE = ("errors", "version")
 RECORDING = ("config", "engine", "capture")
-STEPPING = (*RECORDING, "models", "moe", "parallel", "strategies")
+STEPPING = (*RECORDING, "models", "moe", "parallel", "strategies", "checkpoint_folders")
 LOOPS = (*STEPPING, "training", "inference", "rl")
 IMPORTS_ALLOWED: dict[str, tuple[str, ...]] = {
     "errors": (),
     "version": (),
+    "checkpoint_folders": (),
     "config": (),
     "engine": ("config",),
     "capture": ("config", "engine"),

@@ -9,19 +9,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from graphstep.checkpoint_folders import MODEL, STATE, TRACKER, find_checkpoint
 from graphstep.errors import CheckpointError
 from graphstep.training import checkpoint as checkpoints
-from graphstep.training.checkpoint import (
-    MODEL,
-    OPTIMIZER,
-    RANDOM,
-    STATE,
-    TRACKER,
-    Checkpoint,
-    TrainingState,
-    find_checkpoint,
-    save_checkpoint,
-)
+from graphstep.training.checkpoint import OPTIMIZER, RANDOM, Checkpoint, TrainingState, save_checkpoint
 
 ARCHITECTURE = {"num_layers": 2, "num_attention_heads": 4}
 

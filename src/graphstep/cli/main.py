@@ -118,6 +118,28 @@ def _train_help() -> str:
     )
 
 
+def _generate(argv: Sequence[str]) -> int:
+    # Wrong options are answered before torch is loaded, which takes seconds.
+    from graphstep.cli.generate_options import read_generate_options
+
+    options = read_generate_options(argv)
+    print_notices(options.notices)
+    from graphstep.cli.generate import run
+
+    return run(options)
+
+
+def _generate_help() -> str:
+    from graphstep.cli.generate_options import GENERATE_OPTIONS
+
+    return help_text(
+        "graphstep generate",
+        "Continue prompts with a model of graphstep train or of Hugging Face. All prompts are computed together; their "
+        "texts come in the order of the prompts, and a table on standard error at the end.",
+        GENERATE_OPTIONS,
+    )
+
+
 def _config(argv: Sequence[str]) -> int:
     from graphstep.cli.config import run
 
@@ -160,6 +182,7 @@ def _advise_help() -> str:
 
 COMMANDS: Mapping[str, Command] = {
     "train": Command(summary="train a model and say what was captured", run=_train, help=_train_help),
+    "generate": Command(summary="continue prompts with a model", run=_generate, help=_generate_help),
     "config": Command(summary="print the configuration a command line gives", run=_config, help=_config_help),
     "advise": Command(summary="say which options fit a scenario, and why", run=_advise, help=_advise_help),
     "migrate": Command(summary="write old options of CUDA graphs in their new form", run=_migrate, help=_migrate_help),

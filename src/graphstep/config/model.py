@@ -59,6 +59,9 @@ class ModelConfig:
     """Linear layers have a bias."""
     add_qkv_bias: bool = False
     """The query-key-value projection has a bias even when ``add_bias_linear`` is off."""
+    qk_layernorm: bool = False
+    """Normalise the queries and keys of each head before they rotate, as ``normalization`` says; all heads share the
+    weights (Henry et al. 2020, "Query-Key Normalization for Transformers")."""
     untie_embeddings_and_output_weights: bool = False
     """The output projection has weights of its own instead of those of the embedding."""
     init_method_std: float = 0.02

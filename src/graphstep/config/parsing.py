@@ -46,12 +46,13 @@ class _Chunk:
     words: list[str] = field(default_factory=list)
 
 
-def read_options(argv: Sequence[str], options: Sequence[Option] = OPTIONS) -> Reading:
+def read_options(argv: Sequence[str], options: Sequence[Option] = OPTIONS, *, help_hint: str = _HELP_HINT) -> Reading:
     """Read the words of a command line.
 
     Args:
         argv: words, without the name of the program and of the command; numbers and paths count as words.
         options: the options there are.
+        help_hint: what to do about an option that resembles none of them.
 
     Returns:
         Values and problems; never raises for what a user can type.
@@ -64,7 +65,7 @@ def read_options(argv: Sequence[str], options: Sequence[Option] = OPTIONS) -> Re
             _read_option(option, chunk, reading)
         elif chunk.spelling:
             what = f"there is no option {chunk.spelling}"
-            fix = REMOVED.get(chunk.spelling) or suggestion(chunk.spelling, table, _HELP_HINT)
+            fix = REMOVED.get(chunk.spelling) or suggestion(chunk.spelling, table, help_hint)
             reading.problems.append(Problem("unknown-option", what, chunk.spelling, fix))
         else:
             _refuse_words(chunk.words, "before the first option", "", reading)

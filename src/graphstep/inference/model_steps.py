@@ -157,6 +157,7 @@ class ModelSteps:
         def attend(hidden_TH: Tensor, context: StepContext) -> Tensor:
             pages, tensors = self.cache.pages[index], context.tensors
             qkv_TND = attention.qkv(norm(hidden_TH)).unflatten(-1, (heads + 2 * groups, attention.channels))
+            qkv_TND = attention.normalise_heads(qkv_TND)
             q_TND = self.kernels.rotate_and_write(
                 qkv_TND, context.rotary, attention.rotary_channels, pages, tensors.slots
             )

@@ -13,6 +13,7 @@ from graphstep.config.model import ModelConfig
 from graphstep.models.delayed_scaling import DelayedScaling
 from graphstep.models.initialization import WeightInitializer
 from graphstep.models.linear import build_linear
+from graphstep.models.norms import build_norm
 from graphstep.models.rotary import apply_rotary, rotary_channels
 
 
@@ -20,7 +21,8 @@ class Attention(nn.Module):
     """softmax(Q K^T / sqrt(D), causal) V, then the output projection.
 
     The rows of the fused weight are all query heads, then all key heads, then all value heads. Query head n reads
-    key and value head n * G // N.
+    key and value head n * G // N. With ``qk_layernorm`` the queries and keys of each head are normalised
+    before they rotate.
 
     Source: Vaswani et al. 2017, "Attention Is All You Need", equation 1; Ainslie et al. 2023, "GQA", section 2.2.
     """
@@ -47,6 +49,10 @@ class Attention(nn.Module):
             device=device,
             dtype=dtype,
         )
+        self.query_norm = self.key_norm = None
+        if config.qk_layernorm:
+            self.query_norm = build_norm(config, size=self.channels, device=device, dtype=dtype)
+            self.key_norm = build_norm(config, size=self.channels, device=device, dtype=dtype)
         self.out = build_linear(
             self.num_heads * self.channels,
             config.hidden_size,
@@ -74,6 +80,7 @@ class Attention(nn.Module):
         batch, sequence, _ = x_BSH.shape
         heads, groups = self.num_heads, self.num_groups
         qkv_BSND = self.qkv(x_BSH).view(batch, sequence, heads + 2 * groups, self.channels)
+        qkv_BSND = self.normalise_heads(qkv_BSND)
         if self.rotary_channels:
             # Queries and keys lie side by side: one rotation serves both, and no copy comes before it.
             qk_BSND, v_BSGD = qkv_BSND.split_with_sizes((heads + groups, groups), dim=2)
@@ -84,6 +91,17 @@ class Attention(nn.Module):
         y_BSND = causal_attention(q_BSND, k_BSGD, v_BSGD, dropout=self.dropout if self.training else 0.0)
         update_BSH: Tensor = self.out(y_BSND.flatten(2))
         return update_BSH
+
+    def normalise_heads(self, qkv: Tensor) -> Tensor:
+        """Normalise the queries and keys of each head, where the model has that; otherwise give back the argument.
+
+        Args:
+            qkv: [..., N + 2 G, D]: all query heads, then all key heads, then all value heads.
+        """
+        if self.query_norm is None or self.key_norm is None:
+            return qkv
+        q, k, v = qkv.split_with_sizes((self.num_heads, self.num_groups, self.num_groups), dim=-2)
+        return torch.cat((self.query_norm(q), self.key_norm(k), v), dim=-2)
 
 
 def causal_attention(q_BSND: Tensor, k_BSGD: Tensor, v_BSGD: Tensor, *, dropout: float = 0.0) -> Tensor:

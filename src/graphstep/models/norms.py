@@ -67,8 +67,12 @@ class LayerNorm(nn.Module):
 
 
 def build_norm(
-    config: ModelConfig, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+    config: ModelConfig,
+    *,
+    size: int | None = None,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
 ) -> RMSNorm | LayerNorm:
-    """Build the normalisation that ``config.normalization`` names, over ``config.hidden_size``."""
+    """Build the normalisation that ``config.normalization`` names, over ``size`` or ``config.hidden_size`` numbers."""
     kind = RMSNorm if config.normalization == "RMSNorm" else LayerNorm
-    return kind(config.hidden_size, eps=config.norm_epsilon, device=device, dtype=dtype)
+    return kind(size or config.hidden_size, eps=config.norm_epsilon, device=device, dtype=dtype)

@@ -18,9 +18,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from graphstep.checkpoint_folders import FORMAT, MODEL, STATE, TRACKER, folder_name
 from graphstep.errors import CheckpointError, Problem
 from graphstep.training.files import (
-    REPLACED_SUFFIX,
     publish_folder,
     remove_leftovers,
     temporary_name,
@@ -29,13 +29,7 @@ from graphstep.training.files import (
 from graphstep.training.option_differences import option_problems, precision_problem
 from graphstep.training.tensors import TensorSpec, differences, spec_of
 
-FORMAT = 1
-TRACKER = "latest_checkpointed_iteration.txt"
-STATE = "state.json"
-MODEL, OPTIMIZER, RANDOM = "model.safetensors", "optimizer.safetensors", "random.safetensors"
-
-_MAX_DIGITS = 18
-"""Longest iteration number that a pointer can hold: longer ones are damage, and no name of a folder."""
+OPTIMIZER, RANDOM = "optimizer.safetensors", "random.safetensors"
 
 _ALWAYS_FP32 = (".expert_bias",)
 """Ends of the names of buffers that say nothing about the precision of a run."""
@@ -75,11 +69,6 @@ class TrainingState:
     """Losses seen so far and the like, as JSON values."""
     config: Mapping[str, Any] = field(default_factory=dict)
     """The run's configuration, for readers; loading does not use it."""
-
-
-def folder_name(iteration: int) -> str:
-    """Return the folder name of a checkpoint, such as ``iter_0000100``."""
-    return f"iter_{iteration:07d}"
 
 
 def save_checkpoint(root: Path, state: TrainingState) -> Path:
@@ -127,62 +116,11 @@ def save_checkpoint(root: Path, state: TrainingState) -> Path:
     return target
 
 
-def find_checkpoint(path: Path) -> Path:
-    """Return the checkpoint folder that ``path`` means: itself, or the latest below it.
-
-    Raises:
-        CheckpointError: there is none, or it may not be read.
-    """
-    try:
-        return _find_checkpoint(path)
-    except OSError as error:
-        what = f"{path} cannot be read: {error.strerror or error}"
-        fix = "name a folder that you may read, or leave --load out to start afresh"
-        raise CheckpointError(
-            Problem("checkpoint-missing", what, where=str(error.filename or path), fix=fix)
-        ) from error
-
-
-def _find_checkpoint(path: Path) -> Path:
-    if (path / STATE).is_file():
-        return path
-    if not path.is_dir():
-        raise _missing(f"{path} does not exist" if not path.exists() else f"{path} is not a folder", path)
-    tracker = path / TRACKER
-    if not tracker.is_file():
-        raise _missing(f"{path} holds no checkpoint: neither {STATE} nor {TRACKER}", path)
-    text = _tracked(tracker)
-    if not _is_iteration(text):
-        raise _missing(f"{tracker.name} should hold an iteration number, and holds {text[:40]!r}", tracker)
-    folder = path / folder_name(int(text))
-    for candidate in (folder, folder.with_name(folder.name + REPLACED_SUFFIX)):
-        if candidate.is_dir():
-            return candidate
-    raise _missing(f"{tracker.name} names {folder.name}, which does not exist", path)
-
-
-def latest_iteration(root: Path) -> int | None:
-    """Return the iteration that the pointer below ``root`` names; None if there is no pointer that can be read."""
-    try:
-        text = _tracked(root / TRACKER)
-    except OSError:
-        return None
-    return int(text) if _is_iteration(text) else None
-
-
-def _tracked(tracker: Path) -> str:
-    return tracker.read_text(encoding="utf-8", errors="replace").strip()
-
-
-def _is_iteration(text: str) -> bool:
-    return text.isascii() and text.isdigit() and len(text) <= _MAX_DIGITS
-
-
 class Checkpoint:
     """A checkpoint folder that was read and checked; nothing is loaded until :meth:`restore`.
 
     Args:
-        folder: as :func:`find_checkpoint` returned it.
+        folder: as :func:`graphstep.checkpoint_folders.find_checkpoint` returned it.
         model: live tensors to load into, by name.
         optimizer: live tensors to load into, by name.
         random: states of the default generators; one that was not saved (another kind of device) is no error.
@@ -323,10 +261,3 @@ def _tensor_problems(
 def _broken(path: Path, what: str) -> Problem:
     fix = "load an older checkpoint by naming its iter_... folder; nothing was loaded"
     return Problem("checkpoint-damaged", what, where=str(path), fix=fix)
-
-
-def _missing(what: str, where: Path) -> CheckpointError:
-    root = where if where.is_dir() else where.parent
-    others = sorted(p.name for p in root.glob("iter_*") if (p / STATE).is_file())
-    fix = f"name one of: {', '.join(others)}" if others else "check the path, or leave --load out to start afresh"
-    return CheckpointError(Problem("checkpoint-missing", what, where=str(where), fix=fix))

@@ -7,10 +7,10 @@ import os
 import shutil
 from pathlib import Path
 
+from graphstep.checkpoint_folders import REPLACED_SUFFIX
+
 TEMPORARY_PREFIX = "."
 TEMPORARY_SUFFIX = ".partial"
-REPLACED_SUFFIX = ".replaced"
-"""A folder that is being replaced has this name between two renames; it is complete, and is removed afterwards."""
 
 
 def temporary_name(target: Path) -> Path:

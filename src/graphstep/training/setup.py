@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 
+from graphstep.checkpoint_folders import TRACKER, find_checkpoint, latest_iteration
 from graphstep.config import Notice, RunConfig, TrainingConfig
 from graphstep.config.captured import layers_with
 from graphstep.config.layer_freq import print_layer_freq
 from graphstep.errors import ConfigError, Problem, UserInputError
 from graphstep.models import GPTModel
-from graphstep.training.checkpoint import TRACKER, find_checkpoint, latest_iteration
 from graphstep.training.data import check_names
 from graphstep.training.determinism import DETERMINISTIC_WORKSPACES, WORKSPACE_VARIABLE
 from graphstep.training.files import unwritable_reason
@@ -146,6 +146,8 @@ def architecture(config: RunConfig) -> dict[str, Any]:
     """
     model, moe, pattern = config.model, config.moe, config.layers.hybrid_layer_pattern
     found = {key: value for key, value in dataclasses.asdict(model).items() if key not in _FREE_TO_CHANGE}
+    if not model.qk_layernorm:
+        del found["qk_layernorm"]
     if pattern is not None:
         found["hybrid_layer_pattern"] = pattern
     if layers_with(config, "mamba"):

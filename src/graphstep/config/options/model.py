@@ -68,6 +68,7 @@ MODEL_OPTIONS: tuple[Option, ...] = (
     ),
     _model.switch("", "linear layers without bias", off="--disable-bias-linear", dest="add_bias_linear"),
     _model.switch("--add-qkv-bias", "a bias in the query-key-value projection even with --disable-bias-linear"),
+    _model.switch("--qk-layernorm", "normalise the queries and keys of each head"),
     _model.switch("--untie-embeddings-and-output-weights", "output weights of their own, not those of the embedding"),
     _model.option("--init-method-std", "standard deviation of the initial weights", type=number, metavar="X"),
 )

@@ -1,0 +1,150 @@
+"""Text to tokens and back, for prompts and for what is generated: by bytes, or by a ``tokenizer.json``."""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final, Protocol
+
+from graphstep.errors import DataError, Problem
+
+_NUM_BYTES: Final = 256
+_UNFINISHED: Final = "\N{REPLACEMENT CHARACTER}"
+
+
+class TextStream(Protocol):
+    """The text of tokens that come one by one. Joined, it is the text of all of them."""
+
+    def add(self, token: int) -> str:
+        """Give the text that is certain now: nothing while a character is incomplete."""
+
+    def finish(self) -> str:
+        """Give what is left, an incomplete character as U+FFFD."""
+
+
+class TextTokens(Protocol):
+    """What generation needs of a tokenizer."""
+
+    @property
+    def vocabulary(self) -> int:
+        """One more than the highest token."""
+
+    @property
+    def stop_tokens(self) -> tuple[int, ...]:
+        """Tokens that end a text, as far as the tokenizer knows them."""
+
+    def encode(self, text: str) -> list[int]:
+        """Tokens of a prompt, with those that the tokenizer puts in front of a text."""
+
+    def stream(self) -> TextStream:
+        """Start a text."""
+
+
+class ByteText:
+    """The bytes of UTF-8, and one token that ends a text: the ``ByteTokenizer`` of training."""
+
+    vocabulary = _NUM_BYTES + 1
+    stop_tokens = (_NUM_BYTES,)
+
+    def encode(self, text: str) -> list[int]:
+        """See :class:`TextTokens`; no token is put in front."""
+        return list(text.encode("utf-8", "surrogateescape"))
+
+    def stream(self) -> TextStream:
+        """See :class:`TextTokens`."""
+        return _ByteStream()
+
+
+class _ByteStream:
+    def __init__(self) -> None:
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+    def add(self, token: int) -> str:
+        return self._decoder.decode(bytes([token])) if 0 <= token < _NUM_BYTES else ""
+
+    def finish(self) -> str:
+        return self._decoder.decode(b"", final=True)
+
+
+class HuggingFaceText:
+    """A ``tokenizer.json``, read by the package ``tokenizers`` (extra ``hf``).
+
+    Args:
+        path: the file.
+        stop_tokens: those that the model's folder names.
+        adds_special_tokens: let the tokenizer put its tokens in front of prompts, as models of Hugging Face expect it.
+
+    Raises:
+        DataError: the package or the file is missing, or the file is malformed.
+    """
+
+    def __init__(self, path: Path, *, stop_tokens: tuple[int, ...] = (), adds_special_tokens: bool = True) -> None:
+        self._backend = _load(path)
+        self._adds_special_tokens = adds_special_tokens
+        self.stop_tokens = stop_tokens
+        self.vocabulary: int = max(self._backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+
+    def encode(self, text: str) -> list[int]:
+        """See :class:`TextTokens`."""
+        ids: list[int] = self._backend.encode(text, add_special_tokens=self._adds_special_tokens).ids
+        return ids
+
+    def stream(self) -> TextStream:
+        """See :class:`TextTokens`."""
+        return _HuggingFaceStream(self._decode)
+
+    def token(self, text: str) -> int | None:
+        """The token with exactly this text, or ``None``."""
+        found: int | None = self._backend.token_to_id(text)
+        return found
+
+    def _decode(self, ids: list[int]) -> str:
+        return str(self._backend.decode([i for i in ids if 0 <= i < self.vocabulary], skip_special_tokens=True))
+
+
+class _HuggingFaceStream:
+    """Decodes the tokens since the last text that came out with it: what spaces a token has depends on those before."""
+
+    def __init__(self, decode: Callable[[list[int]], str]) -> None:
+        self._decode = decode
+        self._tokens: list[int] = []
+        self._num_shown = 0
+
+    def add(self, token: int) -> str:
+        self._tokens.append(token)
+        return self._new_text(is_last=False)
+
+    def finish(self) -> str:
+        return self._new_text(is_last=True)
+
+    def _new_text(self, *, is_last: bool) -> str:
+        before, after = self._decode(self._tokens[: self._num_shown]), self._decode(self._tokens)
+        if len(after) <= len(before) or (after.endswith(_UNFINISHED) and not is_last):
+            return ""
+        self._tokens = self._tokens[self._num_shown :]
+        self._num_shown = len(self._tokens)
+        return after[len(before) :]
+
+
+def _load(path: Path) -> Any:
+    try:
+        import tokenizers
+    except ImportError as error:
+        what = "a tokenizer.json needs the package 'tokenizers', which is not installed"
+        fix = "pip install 'graphstep[hf]' (or: pip install 'tokenizers>=0.20')"
+        raise DataError(Problem("tokenizers-not-installed", what, str(path), fix)) from error
+    try:
+        backend = tokenizers.Tokenizer.from_buffer(path.read_bytes())
+    except OSError as error:
+        what = f"the tokenizer file cannot be read: {error.strerror or error}"
+        fix = "name an existing tokenizer.json with --tokenizer-model"
+        raise DataError(Problem("tokenizer-missing", what, str(path), fix)) from error
+    except Exception as error:  # the package raises plain Exception and ValueError for every fault of a file
+        what = f"not a tokenizer file of Hugging Face: {error}"
+        fix = "use the tokenizer.json of the model (not tokenizer_config.json, vocab.json or tokenizer.model)"
+        raise DataError(Problem("tokenizer-malformed", what, str(path), fix)) from error
+    # A file may ask for both; a prompt must be neither cut nor padded.
+    backend.no_truncation()
+    backend.no_padding()
+    return backend
