@@ -14,11 +14,11 @@ from typing import Any
 from tests.inference.generation import build_engine, build_model
 
 from graphstep.inference.engine import DynamicEngine
+from graphstep.inference.text import ByteText
 from graphstep.server.http_server import HttpServer, bind
 from graphstep.server.model import ServedModel
 from graphstep.server.options import ServerOptions
 from graphstep.server.worker import EngineWorker
-from graphstep.training.data.tokenizers import ByteTokenizer
 
 NAME = "tiny"
 LONGEST = 96
@@ -122,7 +122,7 @@ def running(model: ServedModel | None = None, scope: str = "none", **options: An
         num_blocks=129,
     )
     slow = Slow(engine)
-    model = model or ServedModel(name=NAME, tokenizer=ByteTokenizer(), end_tokens=(ByteTokenizer.eod,))
+    model = model or ServedModel(name=NAME, text=ByteText(), end_tokens=ByteText.stop_tokens)
     with engine:
         listener = bind(chosen)
         started = threading.Event()

@@ -192,7 +192,7 @@ def _generation(serving: Serving, prepared: _Prepared) -> Generation:
         ]
     return Generation(
         serving.worker,
-        serving.model.tokenizer,
+        serving.model.text,
         serving.metrics,
         sequences,
         num_copies=wanted.n,

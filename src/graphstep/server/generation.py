@@ -8,9 +8,10 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 
 from graphstep.inference.requests import FinishReason, Output, SamplingParams
+from graphstep.inference.text import TextTokens
 from graphstep.server.errors import ApiError
 from graphstep.server.metrics import Metrics
-from graphstep.server.text import TextStream, TextTokenizer
+from graphstep.server.stops import StoppedText
 from graphstep.server.worker import EngineWorker, Job
 
 
@@ -50,7 +51,7 @@ class Usage:
 @dataclass(slots=True)
 class _Sequence:
     job: Job
-    text: TextStream
+    text: StoppedText
     last_time: float
     num_tokens: int = 0
     is_finished: bool = False
@@ -71,7 +72,7 @@ class Generation:
     def __init__(
         self,
         worker: EngineWorker,
-        tokenizer: TextTokenizer,
+        tokenizer: TextTokens,
         metrics: Metrics,
         prompts: Sequence[tuple[Sequence[int], SamplingParams]],
         *,
@@ -97,7 +98,7 @@ class Generation:
         """
         now = time.monotonic()
         jobs = await self._worker.submit(self._prompts, self._events)
-        self._sequences = [_Sequence(job, TextStream(self._tokenizer, self._stop), now) for job in jobs]
+        self._sequences = [_Sequence(job, StoppedText(self._tokenizer.stream(), self._stop), now) for job in jobs]
 
     async def pieces(self) -> AsyncIterator[list[Piece]]:
         """Yield what has come, at most a piece a sequence; each sequence ends with a finish reason.
@@ -142,7 +143,7 @@ class Generation:
             is_end = output.finish_reason is FinishReason.STOP
             if not is_end:  # a token that ends a sequence is no part of its text
                 offset = sequence.text.length
-                piece.text += sequence.text.push(output.token)
+                piece.text += sequence.text.add(output.token)
                 if output.logprob is not None:
                     piece.details.append(TokenDetail(output.token, offset, output.logprob, output.top_logprobs))
         if output.finish_reason is not None and not sequence.text.is_stopped:

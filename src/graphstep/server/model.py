@@ -6,8 +6,8 @@ import time
 from dataclasses import dataclass, field
 
 from graphstep.inference.engine import DynamicEngine
+from graphstep.inference.text import TextTokens
 from graphstep.server.chat import ChatFormat
-from graphstep.server.text import TextTokenizer
 
 
 def _now() -> int:
@@ -20,21 +20,26 @@ class ServedModel:
 
     name: str
     """What requests call it."""
-    tokenizer: TextTokenizer
-    end_tokens: tuple[int, ...] = ()
-    """Tokens that end a sequence, unless a request says ``ignore_eos``. They have no text."""
-    first_tokens: tuple[int, ...] = ()
-    """Put before prompts that are texts, but not before chats whose template writes them itself."""
+    text: TextTokens
+    """Prompts to tokens, and tokens to text."""
     chat: ChatFormat = field(default_factory=ChatFormat)
+    """How messages become a prompt."""
+    chat_text: TextTokens | None = None
+    """Prompts of chats to tokens, where the template writes the tokens that begin a text; ``None``: as others."""
+    end_tokens: tuple[int, ...] = ()
+    """Tokens that end a sequence, unless a request says ``ignore_eos``. They are no part of its text."""
     created: int = field(default_factory=_now)
     """When it was loaded, in seconds since 1970."""
 
     def encode(self, text: str, *, is_chat: bool = False) -> list[int]:
         """Return the tokens of a text. Takes long for long ones."""
-        tokens = [int(token) for token in self.tokenizer.encode(text)]
-        if is_chat and self.chat.template is not None:
-            return tokens
-        return [*self.first_tokens, *tokens]
+        tokenizer = self.chat_text if is_chat and self.chat_text is not None else self.text
+        return tokenizer.encode(text)
+
+    def text_of(self, token: int) -> str:
+        """Return the text that a token has by itself; bytes that are no character become U+FFFD."""
+        stream = self.text.stream()
+        return stream.add(token) + stream.finish()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

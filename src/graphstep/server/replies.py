@@ -64,12 +64,12 @@ class CompletionReply:
         return {"index": piece.index, "text": piece.text, "logprobs": logprobs, "finish_reason": piece.finish_reason}
 
     def _logprobs(self, details: Sequence[TokenDetail]) -> Json:
-        text_of = self._model.tokenizer.decode
+        text_of = self._model.text_of
         return {
-            "tokens": [text_of([detail.token]) for detail in details],
+            "tokens": [text_of(detail.token) for detail in details],
             "token_logprobs": [detail.logprob for detail in details],
             "top_logprobs": [
-                {text_of([token]): logprob for token, logprob in reversed(detail.top)} for detail in details
+                {text_of(token): logprob for token, logprob in reversed(detail.top)} for detail in details
             ],
             "text_offset": [detail.offset for detail in details],
         }
@@ -126,7 +126,7 @@ class ChatReply:
         return {"index": piece.index, "logprobs": logprobs, "finish_reason": piece.finish_reason}
 
     def _token(self, token: int, logprob: float) -> Json:
-        text = self._model.tokenizer.decode([token])
+        text = self._model.text_of(token)
         return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
 
 
