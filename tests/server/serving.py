@@ -86,7 +86,9 @@ class RunningServer:
     @property
     def num_open(self) -> int:
         text = self.ask("GET", "/metrics")[1]
-        return next(int(line.split()[1]) for line in text.splitlines() if line.startswith("graphstep_http_requests_open"))
+        return next(
+            int(line.split()[1]) for line in text.splitlines() if line.startswith("graphstep_http_requests_open")
+        )
 
     def metric(self, name: str) -> float:
         text = self.ask("GET", "/metrics")[1]

@@ -34,7 +34,7 @@ _OWN: tuple[Option, ...] = (
         nargs="+",
         metavar="TEXT",
         group=_GROUP,
-        help="what to continue, each word of the shell by itself; without this and a file, one a line of standard input",
+        help="what to continue, each word of the shell by itself; without it and a file, one a line of standard input",
     ),
     Option(
         dest="prompt_file",

@@ -87,8 +87,13 @@ def load(options: EngineOptions, device: torch.device) -> LoadedModel:
     )
 
 
-def tokenizer_of(options: EngineOptions, loaded: LoadedModel) -> TextTokens:
+def tokenizer_of(options: EngineOptions, loaded: LoadedModel, *, adds_special_tokens: bool = True) -> TextTokens:
     """Return the tokenizer that is named, or that of the model.
+
+    Args:
+        options: may name one.
+        loaded: the model.
+        adds_special_tokens: let it put its tokens in front of prompts.
 
     Raises:
         DataError: it is missing, malformed, or has more tokens than the model.
@@ -98,7 +103,7 @@ def tokenizer_of(options: EngineOptions, loaded: LoadedModel) -> TextTokens:
         text: TextTokens = ByteText()
     else:
         path = path / "tokenizer.json" if path.is_dir() else path
-        text = HuggingFaceText(path, stop_tokens=loaded.stop_tokens)
+        text = HuggingFaceText(path, stop_tokens=loaded.stop_tokens, adds_special_tokens=adds_special_tokens)
     vocabulary = loaded.model.config.vocab_size
     if text.vocabulary > vocabulary:
         what = f"the tokenizer has {text.vocabulary} tokens, and the model {vocabulary}"
