@@ -18,7 +18,6 @@ from graphstep.inference.text import ByteText
 from graphstep.server.http_server import HttpServer, bind
 from graphstep.server.model import ServedModel
 from graphstep.server.options import ServerOptions
-from graphstep.server.worker import EngineWorker
 
 NAME = "tiny"
 LONGEST = 96
@@ -45,12 +44,12 @@ class Slow:
 class RunningServer:
     """A server in a thread, and its engine."""
 
-    def __init__(self, server: HttpServer, engine: DynamicEngine, port: int, slow: Slow) -> None:
+    def __init__(self, server: HttpServer, engine: DynamicEngine, listener: socket.socket, slow: Slow) -> None:
         self.server = server
         self.engine = engine
-        self.port = port
+        self.port = listener.getsockname()[1]
         self.slow = slow
-        self.thread = threading.Thread(target=server.run, daemon=True)
+        self.thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
 
     @property
     def url(self) -> str:
@@ -85,10 +84,7 @@ class RunningServer:
 
     @property
     def num_open(self) -> int:
-        text = self.ask("GET", "/metrics")[1]
-        return next(
-            int(line.split()[1]) for line in text.splitlines() if line.startswith("graphstep_http_requests_open")
-        )
+        return int(self.metric("http_requests_open"))
 
     def metric(self, name: str) -> float:
         text = self.ask("GET", "/metrics")[1]
@@ -128,10 +124,7 @@ def running(model: ServedModel | None = None, scope: str = "none", **options: An
     with engine:
         listener = bind(chosen)
         started = threading.Event()
-        server = RunningServer(
-            HttpServer(engine, model, chosen, on_start=started.set), engine, listener.getsockname()[1], slow
-        )
-        server.thread = threading.Thread(target=server.server.run, kwargs={"sockets": [listener]}, daemon=True)
+        server = RunningServer(HttpServer(engine, model, chosen, on_start=started.set), engine, listener, slow)
         server.thread.start()
         assert started.wait(20)
         try:
@@ -142,6 +135,3 @@ def running(model: ServedModel | None = None, scope: str = "none", **options: An
         assert not server.thread.is_alive()
         assert not engine.has_work
         assert engine.blocks.num_available == engine.blocks.capacity
-
-
-__all__ = ["EngineWorker", "RunningServer", "post", "running", "wait_for"]

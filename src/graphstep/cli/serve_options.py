@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -89,7 +89,11 @@ _OWN: tuple[Option, ...] = (
 )
 SERVE_OPTIONS: tuple[Option, ...] = (
     *_OWN,
-    *(option for option in GENERATE_OPTIONS if option.dest not in _ONLY_GENERATE),
+    *(
+        replace(option, help="of requests that name none, together with their order") if option.dest == "seed" else option
+        for option in GENERATE_OPTIONS
+        if option.dest not in _ONLY_GENERATE
+    ),
 )
 """All of them: its own, and those of ``graphstep generate`` that are about model and engine."""
 
