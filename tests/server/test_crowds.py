@@ -60,17 +60,13 @@ def test_two_hundred_at_once_get_their_own_answers(scope: str) -> None:
 
         answers = asyncio.run(all_at_once())
         assert wait_for(server.is_idle)
-        for body, answer in zip(bodies, answers, strict=True):
-            if answer is None:
-                continue
-            request = server.engine.generate([list(str(body["prompt"]).encode())], greedy(body["max_tokens"]))[0]
-            tokens = [token for token in request.output_tokens if token != 256]
+        prompts = [list(str(body["prompt"]).encode()) for body in bodies]
+        settings = [greedy(int(body["max_tokens"]), stop_tokens=ByteText.stop_tokens) for body in bodies]
+        for request, answer in zip(server.engine.generate(prompts, settings), answers, strict=True):
             stream = ByteText().stream()
-            wanted = "".join([*(stream.add(token) for token in tokens), stream.finish()])
-            if 256 not in request.output_tokens:
-                assert answer == wanted
-            else:
-                assert wanted.startswith(answer)
+            wanted = "".join([*(stream.add(token) for token in request.output_tokens), stream.finish()])
+            assert answer in (wanted, None)
+        assert sum(answer is not None for answer in answers) == 200 - 200 // 7 - 1 + (200 % 7 < 4)
         assert server.metric('http_requests_total{path="/v1/completions",status="200"}') >= 150
 
 

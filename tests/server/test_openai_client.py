@@ -155,8 +155,8 @@ def test_errors_are_those_of_the_client(client: Any) -> None:
         client.completions.create(model="another", prompt="x")
     with pytest.raises(openai.BadRequestError, match="at most 95"):
         client.completions.create(model=NAME, prompt="x" * 96)
+    tools = [{"type": "function", "function": {"name": "f"}}]
     with pytest.raises(openai.BadRequestError, match="tools is not supported"):
-        tools = [{"type": "function", "function": {"name": "f"}}]
         client.chat.completions.create(model=NAME, messages=[{"role": "user", "content": "x"}], tools=tools)
     with pytest.raises(openai.BadRequestError, match="32 sequences in one request"):
         client.completions.create(model=NAME, prompt=["x"] * 8, n=4)
