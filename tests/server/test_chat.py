@@ -24,7 +24,7 @@ TEMPLATE = """\
 {% if add_generation_prompt %}
 <assistant>
 {%- endif %}"""
-WRITTEN = "^\n<system>Be short.\n<user>Hi <b><assistant>"
+WRITTEN = "^<system>Be short.<user>Hi <b><assistant>"
 
 
 def test_plain_form() -> None:
