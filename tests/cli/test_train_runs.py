@@ -87,6 +87,12 @@ def test_a_hybrid_model_equals_eager() -> None:
     assert row(output, "eager, bit for bit").startswith("equal")
 
 
+@pytest.mark.parametrize("impl", [FULL, LOCAL, TE], ids=["full_iteration", "local", "transformer_engine"])
+def test_norms_of_queries_and_keys_equal_eager(impl: tuple[str, ...]) -> None:
+    output = output_of(*impl, "--qk-layernorm", "--compare-with-eager", "5")
+    assert row(output, "eager, bit for bit").startswith("equal")
+
+
 def test_bf16_equals_eager_too() -> None:
     assert row(output_of(*FULL, "--bf16", "--compare-with-eager", "5"), "eager, bit for bit").startswith("equal")
 

@@ -79,11 +79,24 @@ def fault_of_graphstep(words: list[str]) -> str:
         return ""
     if words[0] in ("migrate", "advise"):
         return fault_of_running(words)
+    if words[0] == "generate":
+        return fault_of_generate(words[1:])
     if words[0] not in ("train", "config"):
         return f"unknown command {words[0]}"
     try:
         with contextlib.chdir(ROOT):
             from_argv([word for word in words[1:] if (words[0], word) != ("config", "--json")])
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def fault_of_generate(words: list[str]) -> str:
+    from graphstep.cli.generate_options import read_generate_options
+    from graphstep.errors import ConfigError
+
+    try:
+        read_generate_options(words)
     except ConfigError as error:
         return str(error)
     return ""

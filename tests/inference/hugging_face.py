@@ -69,3 +69,23 @@ def save(model: Any, folder: Path, **options: Any) -> Path:
     """Save as a user would."""
     model.save_pretrained(folder, **options)
     return folder
+
+
+def write_tokenizer(folder: Path) -> Path:
+    """Write a tokenizer of bytes with a few words in it: token 0 goes in front of texts, token 1 ends them."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=270,
+        special_tokens=["<begin>", "<end>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(["hello world hello there"] * 4, trainer)
+    tokenizer.post_processor = processors.TemplateProcessing(single="<begin> $A", special_tokens=[("<begin>", 0)])
+    path = folder / "tokenizer.json"
+    tokenizer.save(str(path))
+    return path

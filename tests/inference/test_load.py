@@ -154,14 +154,17 @@ def test_a_sliding_window_that_is_never_left(tmp_path: Path) -> None:
         ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "part of the channels"),
         ({"rope_parameters": [1]}, "rope_parameters"),
         ({"mlp_bias": True}, "mlp_bias"),
-        ({"num_key_value_heads": 3}, "num_query_groups"),
+        ({"num_key_value_heads": 3}, "cannot share 3 query groups"),
+        ({"rms_norm_eps": "small", "rope_parameters": {"rope_theta": []}}, "rms_norm_eps, rope_theta"),
+        ({"sliding_window": "wide", "layer_types": 3}, "layer_types, sliding_window"),
     ],
 )
 def test_a_config_that_does_not_fit(changes: dict[str, Any], what: str, tmp_path: Path) -> None:
     save(build("llama"), tmp_path)
     with pytest.raises(ConfigError) as caught:
         load_model(changed(tmp_path, **changes))
-    assert what in str(caught.value) or what in caught.value.problems[0].where
+    assert what in str(caught.value)
+    assert str(tmp_path / "config.json") in caught.value.problems[0].where
 
 
 def test_the_base_of_old_configs(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import torch
 from tests.models.tiny import TINY, logged_kernels, seeded
 from torch import Tensor
 
-from graphstep.models import Attention, causal_attention, initialize_weights
+from graphstep.models import Attention, apply_rotary, causal_attention, initialize_weights
 from graphstep.models.initialization import WeightInitializer
 
 
@@ -98,3 +98,36 @@ def test_dropout_acts_in_training_only() -> None:
     assert not torch.equal(attention(x), attention(x))
     attention.eval()
     assert torch.equal(attention(x), built()(x))
+
+
+def normalised(x: Tensor, weight: Tensor) -> Tensor:
+    return x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight
+
+
+@pytest.mark.parametrize("embedding", ["none", "rope"])
+def test_queries_and_keys_are_normalised_before_they_rotate(embedding: str) -> None:
+    attention = built(qk_layernorm=True, normalization="RMSNorm", position_embedding_type=embedding)
+    assert attention.query_norm is not None
+    assert attention.key_norm is not None
+    for norm in (attention.query_norm, attention.key_norm):
+        assert norm.weight.shape == (8,)
+        norm.weight.data.uniform_(0.5, 2.0)
+    x = torch.randn(2, 5, 32)
+    angles = torch.outer(torch.arange(5.0), torch.tensor([1.0, 0.1, 0.01, 0.001])).repeat(1, 2)
+    rotary = (angles.cos(), angles.sin()) if embedding == "rope" else ()
+    q, k, v = ((x @ weight.T).view(2, 5, -1, 8) for weight in attention.qkv.weight.split((32, 16, 16)))
+    q, k = normalised(q, attention.query_norm.weight), normalised(k, attention.key_norm.weight)
+    if rotary:
+        q, k = apply_rotary(q, *rotary, channels=8), apply_rotary(k, *rotary, channels=8)
+    expected = attention_reference(q, k, v).flatten(2) @ attention.out.weight.double().T
+    torch.testing.assert_close(attention(x, *rotary).double(), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_weights_of_both_normalisations_are_trained() -> None:
+    attention = built(qk_layernorm=True)
+    attention(torch.randn(2, 5, 32)).square().sum().backward()
+    grads = {name: parameter.grad for name, parameter in attention.named_parameters()}
+    assert {"query_norm.weight", "query_norm.bias", "key_norm.weight"} <= set(grads)
+    # A bias of all keys adds the same to every score of a query, and softmax does not see it.
+    moved = [name for name, grad in grads.items() if grad is not None and grad.abs().max() > 1e-5]
+    assert {"query_norm.weight", "query_norm.bias", "key_norm.weight"} <= set(moved)

@@ -2,173 +2,25 @@
 
 from __future__ import annotations
 
-import random
-import time
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from tests.strategies.step_jobs import (
+    Job,
+    Loop,
+    compared,
+    of_microbatches,
+    plain_step,
+    replays,
+    without_zeroing,
+    zeroing_in_place,
+    zeroing_last,
+)
 from torch import Tensor, nn
 
 import graphstep
-from graphstep.errors import CaptureError, ConfigError, InputMismatchError, LifecycleError
-
-Loop = Callable[..., Any]
-
-
-class Net(nn.Module):
-    def __init__(self, dropout: float = 0.1) -> None:
-        super().__init__()
-        self.inner = nn.Linear(8, 16)
-        self.norm = nn.BatchNorm1d(16)
-        self.dropout = nn.Dropout(dropout)
-        self.outer = nn.Linear(16, 4)
-
-    def forward(self, values: Tensor) -> Tensor:
-        hidden: Tensor = self.dropout(torch.relu(self.norm(self.inner(values))))
-        return self.outer(hidden)
-
-
-class Job:
-    """A loop whose step may be wrapped; with all state, and everything it returned."""
-
-    def __init__(
-        self, device: torch.device, is_graphed: bool, make_step: Callable[[Job], Loop], **options: Any
-    ) -> None:
-        torch.manual_seed(0)
-        self.device = device
-        self.model = Net().to(device)
-        self.optimizer: torch.optim.Optimizer = torch.optim.AdamW(
-            self.model.parameters(), lr=2.0**-7, weight_decay=0.1, fused=True
-        )
-        self.clip = torch.tensor(1.0, device=device)
-        plain = make_step(self)
-        self.step: Any = graphstep.graph_step(plain, **options) if is_graphed else plain
-        self.is_graphed = is_graphed
-        self.data = torch.Generator().manual_seed(1)
-        self.trace: list[dict[str, Any]] = []
-        self.kept: list[Any] = []
-
-    def batch(self, size: int = 6) -> tuple[Tensor, Tensor]:
-        drawn = torch.randn(size, 12, generator=self.data).to(self.device)
-        return drawn[:, :8], drawn[:, 8:]
-
-    def run(self, *args: Any, size: int = 6, **kwargs: Any) -> Any:
-        result = self.step(self.batch(size), *args, **kwargs)
-        self.note(result)
-        return result
-
-    def note(self, result: Any) -> None:
-        self.kept.append(result)
-        taken = {f"model {name}": value.detach().clone() for name, value in self.model.state_dict().items()}
-        for index, state in enumerate(self.optimizer.state.values()):
-            taken.update((f"state {index} {key}", v.clone()) for key, v in state.items() if isinstance(v, Tensor))
-        for name, parameter in self.model.named_parameters():
-            taken[f"grad {name}"] = torch.zeros(0) if parameter.grad is None else parameter.grad.clone()
-        taken["rng"] = torch.cuda.get_rng_state() if self.device.type == "cuda" else torch.get_rng_state()
-        self.trace.append(taken)
-
-    def close(self) -> None:
-        if self.is_graphed:
-            self.step.close()
-
-
-def plain_step(job: Job) -> Loop:
-    def step(batch: tuple[Tensor, Tensor]) -> Tensor:
-        values, targets = batch
-        job.optimizer.zero_grad()
-        loss = nn.functional.mse_loss(job.model(values), targets)
-        loss.backward()
-        nn.utils.clip_grad_norm_(job.model.parameters(), 0.5)
-        job.optimizer.step()
-        return loss.detach()
-
-    return step
-
-
-def zeroing_last(job: Job) -> Loop:
-    def step(batch: tuple[Tensor, Tensor]) -> Tensor:
-        loss = nn.functional.mse_loss(job.model(batch[0]), batch[1])
-        loss.backward()
-        job.optimizer.step()
-        job.optimizer.zero_grad()
-        return loss.detach()
-
-    return step
-
-
-def zeroing_in_place(job: Job) -> Loop:
-    def step(batch: tuple[Tensor, Tensor]) -> Tensor:
-        job.optimizer.zero_grad(set_to_none=False)
-        loss = nn.functional.mse_loss(job.model(batch[0]), batch[1])
-        loss.backward()
-        job.optimizer.step()
-        return loss.detach()
-
-    return step
-
-
-def without_zeroing(job: Job) -> Loop:
-    def step(batch: tuple[Tensor, Tensor]) -> Tensor:
-        loss = nn.functional.mse_loss(job.model(batch[0]), batch[1])
-        loss.backward()
-        return loss.detach()
-
-    return step
-
-
-def of_microbatches(job: Job) -> Loop:
-    def step(batch: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
-        job.optimizer.zero_grad()
-        losses = []
-        for values, targets in zip(batch[0].chunk(2), batch[1].chunk(2), strict=True):
-            loss = nn.functional.mse_loss(job.model(values), targets)
-            (loss / 2).backward()
-            losses.append(loss.detach())
-        job.optimizer.step()
-        return {"losses": torch.stack(losses)}
-
-    return step
-
-
-def same(mine: Job, theirs: Job) -> list[str]:
-    found = []
-    for index, (one, other) in enumerate(zip(mine.trace, theirs.trace, strict=True)):
-        assert one.keys() == other.keys()
-        found += [f"{index}: {key}" for key in one if not torch.allclose(one[key], other[key], 0, 0, equal_nan=True)]
-    for index, (kept, other_kept) in enumerate(zip(mine.kept, theirs.kept, strict=True)):
-        flat, other_flat = graphstep_flat(kept), graphstep_flat(other_kept)
-        found += [
-            f"{index}: result"
-            for a, b in zip(flat, other_flat, strict=True)
-            if not torch.allclose(a, b, 0, 0, equal_nan=True)
-        ]
-    return found
-
-
-def graphstep_flat(value: Any) -> list[Tensor]:
-    if isinstance(value, Tensor):
-        return [value]
-    return [
-        tensor for each in (value.values() if isinstance(value, dict) else value) for tensor in graphstep_flat(each)
-    ]
-
-
-def compared(
-    device: torch.device, make_step: Callable[[Job], Loop], script: Callable[[Job], None], **options: Any
-) -> Job:
-    jobs = [Job(device, is_graphed, make_step, **options) for is_graphed in (False, True)]
-    for job in jobs:
-        torch.manual_seed(2)
-        script(job)
-    assert same(*jobs) == []
-    return jobs[1]
-
-
-def replays(job: Job) -> int:
-    return sum(row.num_replays for row in job.step.report().rows)
-
+from graphstep.errors import InputMismatchError, LifecycleError
 
 STEPS = [plain_step, zeroing_last, zeroing_in_place, of_microbatches]
 
@@ -417,33 +269,6 @@ def test_without_options(device: torch.device) -> None:
     double.close()
 
 
-# ----- what is refused
-
-
-def test_an_optimizer_that_reads_is_refused(device: torch.device) -> None:
-    job = Job(device, True, plain_step)
-    job.optimizer = torch.optim.AdamW(job.model.parameters(), lr=1e-3)
-    for _ in range(3):
-        job.run()
-    with pytest.raises(CaptureError, match="AdamW reads") as caught:
-        job.run()
-    assert "fused=True" in caught.value.fix
-    job.close()
-
-
-def test_with_auto_it_goes_on_eagerly(device: torch.device) -> None:
-    def script(job: Job) -> None:
-        job.optimizer = torch.optim.AdamW(job.model.parameters(), lr=1e-3)
-        for _ in range(7):
-            job.run()
-
-    with pytest.warns(UserWarning, match="AdamW reads"):
-        job = compared(device, plain_step, script, policy="auto")
-    assert replays(job) == 0
-    assert any("AdamW reads" in reason for reason in job.step.report().rows[0].eager_calls)
-    job.close()
-
-
 def test_off(device: torch.device) -> None:
     def script(job: Job) -> None:
         for _ in range(5):
@@ -451,28 +276,6 @@ def test_off(device: torch.device) -> None:
 
     job = compared(device, plain_step, script, policy="off")
     assert job.step.report().num_recordings == 0
-    job.close()
-
-
-def test_a_scheduler_inside_is_refused(device: torch.device) -> None:
-    def make(job: Job) -> Loop:
-        step = plain_step(job)
-        schedule = torch.optim.lr_scheduler.StepLR(job.optimizer, step_size=1, gamma=0.5)
-
-        def both(batch: tuple[Tensor, Tensor]) -> Any:
-            result = step(batch)
-            schedule.step()
-            return result
-
-        return both
-
-    job = Job(device, True, make)
-    for _ in range(3):
-        job.run()
-    assert job.optimizer.param_groups[0]["lr"] == 2.0**-10, "what runs eagerly is scheduled"
-    with pytest.raises(CaptureError, match="learning rate") as caught:
-        job.run()
-    assert "scheduler.step()" in caught.value.fix
     job.close()
 
 
@@ -492,31 +295,6 @@ def test_another_signature_by_policy(device: torch.device) -> None:
     assert job.step.report().num_recordings == 1
     assert job.step.report().rows[0].eager_calls["another key than those captured"] == 5
     job.close()
-
-
-def test_a_value_that_is_returned_and_changes_is_refused(device: torch.device) -> None:
-    def make(job: Job) -> Loop:
-        step = plain_step(job)
-
-        def counted(batch: tuple[Tensor, Tensor]) -> Any:
-            return step(batch), time.perf_counter()
-
-        return counted
-
-    job = Job(device, True, make)
-    for _ in range(3):
-        job.step(job.batch())
-    with pytest.raises(CaptureError, match="something else in the capture"):
-        job.step(job.batch())
-    job.close()
-
-
-def test_bad_options() -> None:
-    with pytest.raises(ConfigError) as caught:
-        graphstep.graph_step(lambda: None, cuda_graph_warmup_steps=1, max_graphs=0)
-    assert len(caught.value.problems) == 2
-    with pytest.raises(ConfigError, match="policy"):
-        graphstep.graph_step(lambda: None, policy="sometimes")
 
 
 def test_rates_are_fp32_from_the_first_call_on(device: torch.device) -> None:
@@ -571,29 +349,6 @@ def test_a_number_that_wants_state(device: torch.device) -> None:
     compared(device, plain_step, script).close()
 
 
-def test_accumulating_and_then_dropping_is_refused(device: torch.device) -> None:
-    """What was there before counts: a graph would begin with nothing."""
-
-    def make(job: Job) -> Loop:
-        def step(batch: tuple[Tensor, Tensor], is_last: bool) -> None:
-            nn.functional.mse_loss(job.model(batch[0]), batch[1]).backward()
-            if is_last:
-                job.optimizer.step()
-                job.optimizer.zero_grad()
-
-        return step
-
-    job = Job(device, True, make)
-
-    def run() -> None:
-        for index in range(12):
-            job.step(job.batch(), index % 2 == 1)
-
-    with pytest.raises(CaptureError, match=r"replaces \.grad"):
-        run()
-    job.close()
-
-
 def test_an_evaluation_gives_no_gradients(device: torch.device) -> None:
     def make(job: Job) -> Loop:
         def evaluate(batch: tuple[Tensor, Tensor]) -> Tensor:
@@ -611,104 +366,6 @@ def test_an_evaluation_gives_no_gradients(device: torch.device) -> None:
             job.optimizer.step()
 
     compared(device, make, script).close()
-
-
-def test_hooks_on_the_step_that_are_added_later_are_refused(device: torch.device) -> None:
-    job = Job(device, True, plain_step)
-    for _ in range(5):
-        job.run()
-    job.optimizer.register_step_post_hook(lambda *_: None)
-
-    def run() -> None:
-        for _ in range(5):
-            job.run()
-
-    with pytest.raises(CaptureError, match="hooks on its step"):
-        run()
-    job.close()
-
-
-class Stateful(nn.Linear):
-    """Keeps something in Python from call to call."""
-
-    def __init__(self, kind: str) -> None:
-        super().__init__(8, 4)
-        self.kind, self.count, self.previous, self.dice = kind, 0, None, random.Random(0)
-
-    def forward(self, values: Tensor) -> Tensor:
-        result = super().forward(values)
-        if self.kind == "count":
-            self.count += 1
-            return result * min(1.0, self.count / 8)
-        if self.kind == "carry":
-            kept, self.previous = self.previous, result.detach()
-            return result if kept is None else result + kept
-        return result * self.dice.random()
-
-
-def refusal(device: torch.device, make: Callable[[Job], Loop], *args: Any) -> str:
-    job = Job(device, True, make)
-    for _ in range(3):
-        job.step(job.batch(), *args)
-    with pytest.raises(CaptureError) as caught:
-        job.step(job.batch(), *args)
-    job.close()
-    return caught.value.what
-
-
-@pytest.mark.parametrize("kind", ["count", "carry", "dice"])
-def test_python_state_of_modules_is_refused(device: torch.device, kind: str) -> None:
-    def make(job: Job) -> Loop:
-        torch.manual_seed(0)
-        job.model = Stateful(kind).to(device)
-        job.optimizer = torch.optim.AdamW(job.model.parameters(), lr=2.0**-7, fused=True)
-        return plain_step(job)
-
-    assert {"count": "count", "carry": "previous", "dice": "dice"}[kind] in refusal(device, make)
-
-
-def test_writing_into_an_argument_is_refused(device: torch.device) -> None:
-    def make(job: Job) -> Loop:
-        step = plain_step(job)
-
-        def adding(batch: tuple[Tensor, Tensor], total: Tensor) -> Tensor:
-            loss: Tensor = step(batch)
-            total.add_(loss)
-            return loss
-
-        return adding
-
-    assert "writes into its arguments" in refusal(device, make, torch.zeros((), device=device))
-
-
-def test_setting_training_flags_is_refused(device: torch.device) -> None:
-    def make(job: Job) -> Loop:
-        step = plain_step(job)
-
-        def training(batch: tuple[Tensor, Tensor]) -> Tensor:
-            job.model.train()
-            loss: Tensor = step(batch)
-            return loss
-
-        return training
-
-    job = Job(device, True, make)
-
-    def run() -> None:
-        for _ in range(4):
-            job.model.eval()
-            job.run()
-
-    with pytest.raises(CaptureError, match="training flags"):
-        run()
-    job.close()
-
-
-def test_a_loss_that_is_to_be_used_outside_is_refused(device: torch.device) -> None:
-    def make(job: Job) -> Loop:
-        return lambda batch: nn.functional.mse_loss(job.model(batch[0]), batch[1])
-
-    assert "wants a gradient" in refusal(device, make)
 
 
 def test_off_is_the_loop_as_it_was(device: torch.device) -> None:

@@ -100,8 +100,8 @@ def _print(facts: Facts, rows: Sequence[Advice]) -> None:
 
 
 def _not_available(facts: Facts, rows: Sequence[Advice]) -> list[str]:
-    """Return what cannot be done yet: what ``graphstep train`` says, and graphs of an inference engine."""
-    missing = ["inference graphs are not available yet"] if facts.scenario in (Scenario.inference, Scenario.rl) else []
+    """Return what cannot be done yet: what ``graphstep train`` says, and a loop of reinforcement learning."""
+    missing = ["a loop of reinforcement learning is not available yet"] if facts.scenario is Scenario.rl else []
     try:
         from_argv(command_line(facts, rows), {}, for_training=True)
     except ConfigError as error:

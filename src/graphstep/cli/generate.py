@@ -17,6 +17,7 @@ from rich.text import Text
 
 from graphstep.cli.generate_options import GenerateOptions
 from graphstep.cli.loaded_engine import device_of, engine_config, load, tokenizer_of
+from graphstep.config import InferenceCudaGraphScope
 from graphstep.errors import DataError, Problem, RequestError, UserInputError
 from graphstep.inference.engine import DynamicEngine
 from graphstep.inference.load import LoadedModel
@@ -57,9 +58,8 @@ def run(options: GenerateOptions) -> int:
     except (MemoryError, torch.OutOfMemoryError) as error:
         what = f"there is not enough memory for this model and cache: {str(error).splitlines()[0] or 'no memory left'}"
         where = "--model, --inference-dynamic-batching-buffer-size-gb, --inference-dynamic-batching-max-tokens"
-        raise UserInputError(
-            Problem("out-of-memory", what, where, "lower one of them, or use --dtype bfloat16")
-        ) from error
+        fix = "lower one of them, or use --dtype bfloat16"
+        raise UserInputError(Problem("out-of-memory", what, where, fix)) from error
 
 
 def _run(options: GenerateOptions, device: torch.device, prompts: Sequence[str]) -> int:
@@ -190,9 +190,8 @@ def _writable(piece: str) -> str:
 
 
 def _table(engine: DynamicEngine, loaded: LoadedModel, result: _Result, num_prompts: int, load_seconds: float) -> Table:
-    stats, counts = engine.runner.step_stats, engine.counts
+    counts = engine.counts
     device, dtype = loaded.model.embedding.weight.device, loaded.model.embedding.weight.dtype
-    num_steps = stats.num_replays + sum(stats.eager_calls.values())
     graphs = engine.runner.graphs
     rows = [
         ("model", f"{loaded.model.num_parameters():,} parameters, {str(dtype).removeprefix('torch.')} on {device}"),
@@ -203,7 +202,7 @@ def _table(engine: DynamicEngine, loaded: LoadedModel, result: _Result, num_prom
             f"{result.num_tokens} tokens in {result.seconds:.2f} s: "
             f"{result.num_tokens / max(result.seconds, 1e-9):.1f} tokens/s",
         ),
-        ("graph hits", f"{stats.num_replays} of {num_steps} steps" + _reasons(engine)),
+        ("graph hits", _hits(engine)),
     ]
     if graphs:
         seconds = sum(each.capture_seconds for each in graphs)
@@ -219,6 +218,11 @@ def _table(engine: DynamicEngine, loaded: LoadedModel, result: _Result, num_prom
     return table
 
 
-def _reasons(engine: DynamicEngine) -> str:
-    eager = engine.runner.step_stats.eager_calls
-    return f" (the others: {', '.join(f'{number} {reason}' for reason, number in eager.items())})" if eager else ""
+def _hits(engine: DynamicEngine) -> str:
+    stats = engine.runner.step_stats
+    if engine.config.scope is InferenceCudaGraphScope.none:
+        return f"none of {sum(stats.eager_calls.values())} steps: --cuda-graph-impl local makes graphs"
+    num_steps = stats.num_replays + sum(stats.eager_calls.values())
+    text = f"{stats.num_replays} of {num_steps} steps ({100 * stats.num_replays / max(num_steps, 1):.0f} %)"
+    reasons = ", ".join(f"{number}: {reason}" for reason, number in stats.eager_calls.items())
+    return f"{text}; the others: {reasons}" if reasons else text

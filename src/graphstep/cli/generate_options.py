@@ -34,7 +34,7 @@ _OWN: tuple[Option, ...] = (
         nargs="+",
         metavar="TEXT",
         group=_GROUP,
-        help="what to continue, each word of the shell by itself; without it and a file, one a line of standard input",
+        help="what to continue, a prompt in quotes each; without this and a file: standard input, one a line",
     ),
     Option(
         dest="prompt_file",

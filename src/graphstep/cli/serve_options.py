@@ -90,7 +90,9 @@ _OWN: tuple[Option, ...] = (
 SERVE_OPTIONS: tuple[Option, ...] = (
     *_OWN,
     *(
-        replace(option, help="of requests that name none, together with their order") if option.dest == "seed" else option
+        replace(option, help="of requests that name none, together with their order")
+        if option.dest == "seed"
+        else option
         for option in GENERATE_OPTIONS
         if option.dest not in _ONLY_GENERATE
     ),

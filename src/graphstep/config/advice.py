@@ -127,7 +127,7 @@ ADVICE: tuple[Advice, ...] = (
     ),
     Advice(
         scenarios=frozenset({_MOE}),
-        options="--moe-grouped-gemm --bf16",
+        options="--moe-grouped-gemm --disable-bias-linear --bf16",
         reason="all experts of one rank are one grouped matrix multiplication that finds the rows of each on the "
         "device: shapes are static, and no token is dropped",
         applies=lambda facts: facts.experts_parallel == 1 and not facts.drop_and_pad,

@@ -108,3 +108,8 @@ class MoEConfig(Section):
         factor = self.moe_expert_capacity_factor
         if factor is not None and factor < 0:
             object.__setattr__(self, "moe_expert_capacity_factor", None)
+
+    @property
+    def pads_experts(self) -> bool:
+        """True if every expert takes a fixed number of tokens: padded up to its capacity, and dropped beyond it."""
+        return self.moe_expert_capacity_factor is not None and self.moe_pad_expert_input_to_capacity

@@ -24,6 +24,7 @@ _ALWAYS: Final = (
     "num_attention_heads",
     "max_position_embeddings",
 )
+_FRACTIONS: Final = ("rms_norm_eps", "rope_theta", "partial_rotary_factor")
 _USUAL_EPSILON: Final = 1e-6
 _USUAL_THETA: Final[Mapping[str, float]] = {"mixtral": 1e6}
 """What transformers takes where a configuration leaves it out; otherwise 10000."""
@@ -61,9 +62,24 @@ def read_config(
             Problem(each.code, each.what, each.where, each.fix.replace("{limit}", limit_option)) for each in problems
         ]
         raise ConfigError(problems)
-    kind = config["model_type"]
-    heads, positions = config["num_attention_heads"], config["max_position_embeddings"]
+    positions = config["max_position_embeddings"]
     positions = positions if max_positions is None else min(positions, max_positions)
+    try:
+        return _translated(config, positions)
+    except ConfigError as error:  # Sizes that do not fit each other; the rules name our options.
+        found = [Problem(each.code, each.what, f"{where} ({each.where})", "check the file") for each in error.problems]
+        raise ConfigError(found) from error
+
+
+def stop_tokens(config: Mapping[str, Any]) -> tuple[int, ...]:
+    """Tokens that end a text, of a ``config.json`` or ``generation_config.json``; empty if it names none."""
+    found = config.get("eos_token_id")
+    each = found if isinstance(found, list) else [found]
+    return tuple(token for token in each if isinstance(token, int) and not isinstance(token, bool) and token >= 0)
+
+
+def _translated(config: Mapping[str, Any], positions: int) -> HuggingFaceModel:
+    kind, heads = config["model_type"], config["num_attention_heads"]
     moe, with_experts = MoEConfig(), (False,) * config["num_hidden_layers"]
     if _num_experts(config) is not None:
         moe, with_experts = _experts(config)
@@ -79,7 +95,7 @@ def read_config(
         vocab_size=config["vocab_size"],
         swiglu=True,
         normalization="RMSNorm",
-        norm_epsilon=config.get("rms_norm_eps", _USUAL_EPSILON),
+        norm_epsilon=config.get("rms_norm_eps") or _USUAL_EPSILON,
         position_embedding_type="rope",
         rotary_base=float(_rope(config).get("rope_theta") or config.get("rope_theta") or _USUAL_THETA.get(kind, 1e4)),
         attention_dropout=0.0,
@@ -90,13 +106,6 @@ def read_config(
         untie_embeddings_and_output_weights=not config.get("tie_word_embeddings", False),
     )
     return HuggingFaceModel(model, moe, with_experts, stop_tokens(config))
-
-
-def stop_tokens(config: Mapping[str, Any]) -> tuple[int, ...]:
-    """Tokens that end a text, of a ``config.json`` or ``generation_config.json``; empty if it names none."""
-    found = config.get("eos_token_id")
-    each = found if isinstance(found, list) else [found]
-    return tuple(token for token in each if isinstance(token, int) and not isinstance(token, bool) and token >= 0)
 
 
 def _problems(config: Mapping[str, Any], max_positions: int | None) -> Iterator[tuple[str, str]]:
@@ -114,6 +123,9 @@ def _problems(config: Mapping[str, Any], max_positions: int | None) -> Iterator[
         wrong += [] if _is_count(config.get("num_experts_per_tok")) else ["num_experts_per_tok"]
     wrong += [name for name in ("num_key_value_heads", "head_dim") if not _is_count(config.get(name) or 1)]
     wrong += [name for name in ("rope_parameters", "rope_scaling") if not isinstance(config.get(name) or {}, dict)]
+    wrong += [name for name in ("layer_types", "mlp_only_layers") if not isinstance(config.get(name) or [], list)]
+    wrong += [name for name in ("sliding_window", "decoder_sparse_step") if not _is_count(config.get(name) or 1)]
+    wrong += [name for name in _FRACTIONS if not all(_is_positive(of.get(name)) for of in (config, *_dicts(config)))]
     if wrong:
         yield f"numbers that are missing or malformed: {', '.join(wrong)}", "download config.json again"
         return
@@ -191,3 +203,12 @@ def _rope(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _is_count(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
+def _dicts(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    rope = _rope(config)
+    return [rope] if isinstance(rope, dict) else []
+
+
+def _is_positive(value: object) -> bool:
+    return value is None or (isinstance(value, int | float) and not isinstance(value, bool) and value > 0)

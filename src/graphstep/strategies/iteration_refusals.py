@@ -17,6 +17,7 @@ from graphstep.strategies.local_forward import has_graphs
 Named = tuple[str, nn.Module]
 
 WARMUP_OF_WRAPPER: Final = 11
+"""Forwards after which DistributedDataParallel on a GPU waits for no timings any more."""
 
 _MOST_NAMED: Final = 5
 

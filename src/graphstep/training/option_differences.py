@@ -17,6 +17,8 @@ _KINDS: Final = ("hybrid_layer_pattern", "num_experts")
 """What says which kinds of layers a model has; absent from the architecture of one without."""
 _NOTHING = "nothing was loaded"
 _AS_WRITTEN = f"as in the run that wrote it; {_NOTHING}"
+_LATER: Final[Mapping[str, Any]] = {"qk_layernorm": False}
+"""Options that checkpoints hold only where they are on, so that older ones fit."""
 
 
 def option_problems(here: Mapping[str, Any], saved: Mapping[str, Any], *, where: str) -> list[Problem]:
@@ -29,6 +31,7 @@ def option_problems(here: Mapping[str, Any], saved: Mapping[str, Any], *, where:
         saved: architecture in the checkpoint, as its file holds it.
         where: the file.
     """
+    here, saved = {**_LATER, **here}, {**_LATER, **saved}
     names = [name for name in dict.fromkeys((*here, *saved)) if here.get(name) != saved.get(name)]
     # Of layers that only one of the two models has, what says so is enough.
     names = [name for name in names if name in _KINDS or not _is_of_missing_layers(name, names, here, saved)]

@@ -7,7 +7,7 @@ from typing import Any
 
 from graphstep.config.rules.graphs import captures_whole_layers
 from graphstep.config.rules.mamba import MAMBA_RULES, has_letter
-from graphstep.config.rules.moe import EXPERT_SHAPES, STATIC_EXPERTS
+from graphstep.config.rules.moe import EXPERT_SHAPES, STATIC_EXPERTS, drops_and_pads
 from graphstep.config.rules.rule import Rule
 
 _LETTERS = frozenset("M*-E")
@@ -26,8 +26,7 @@ def _of_mamba_layers(rule: Rule) -> Rule:
 
 
 def _multiplies_in_groups(options: Any) -> bool:
-    pads = options.moe_expert_capacity_factor is not None and options.moe_pad_expert_input_to_capacity
-    return options.num_experts is not None and options.moe_grouped_gemm and not pads
+    return options.num_experts is not None and options.moe_grouped_gemm and not drops_and_pads(options)
 
 
 def _leaves_experts_out(options: Any) -> bool:

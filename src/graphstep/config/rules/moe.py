@@ -51,7 +51,8 @@ _NEED_EXPERTS = (
 )
 
 
-def _drops_and_pads(options: Any) -> bool:
+def drops_and_pads(options: Any) -> bool:
+    """Does every expert take a fixed number of tokens?"""
     return options.moe_expert_capacity_factor is not None and options.moe_pad_expert_input_to_capacity
 
 
@@ -62,7 +63,7 @@ def _has_groups(options: Any) -> bool:
 def _reads_counts_on_the_host(options: Any) -> bool:
     return (
         options.moe_token_dispatcher_type == "alltoall"
-        and not _drops_and_pads(options)
+        and not drops_and_pads(options)
         and (options.moe_expert_capacity_factor is not None or options.moe_router_padding_for_quantization)
     )
 
@@ -211,8 +212,9 @@ MOE_RULES: tuple[Rule, ...] = (
         blames=("cuda_graph_modules", "num_experts", *STATIC_EXPERTS),
         broken=lambda o: names_module(o, "moe") and has_experts(o) and bool(o.dynamic_experts),
         what="experts can be captured only with static shapes and without reads on the host: {dynamic_experts}",
-        fix="add --moe-grouped-gemm --bf16 on one expert rank, or --moe-expert-capacity-factor 1.0 "
-        "--moe-pad-expert-input-to-capacity, which drops tokens; or name moe_router, not moe",
+        fix="add --moe-grouped-gemm --disable-bias-linear --bf16 on one expert rank, or "
+        "--moe-expert-capacity-factor 1.0 --moe-pad-expert-input-to-capacity, which drops tokens; or name "
+        "moe_router, not moe",
     ),
     Rule(
         code="grouped-gemm-half-precision",
@@ -222,7 +224,7 @@ MOE_RULES: tuple[Rule, ...] = (
             (captures_whole_layers(o) or names_module(o, "moe"))
             and has_experts(o)
             and not o.dynamic_experts
-            and not _drops_and_pads(o)
+            and not drops_and_pads(o)
             and not o.bf16
             and o.device == "auto"
         ),

@@ -87,11 +87,6 @@ class Dispatcher:
         return self.num_experts // self.num_ranks
 
     @property
-    def pads(self) -> bool:
-        """True if every expert gets the same number of rows."""
-        return self.moe.moe_expert_capacity_factor is not None and self.moe.moe_pad_expert_input_to_capacity
-
-    @property
     def num_planned(self) -> int:
         """Tensors of a plan."""
         return len(RowOrder._fields) - (0 if self.moe.moe_expert_capacity_factor is not None else 2)
@@ -119,7 +114,7 @@ class Dispatcher:
             return row_order(experts_TK, self.num_experts)
         num_tokens, top_k = experts_TK.shape
         capacity = expert_capacity(num_tokens, self.num_experts, top_k, factor)
-        make = row_order_padded if self.pads else row_order_by_capacity
+        make = row_order_padded if self.moe.pads_experts else row_order_by_capacity
         return make(experts_TK, probs_TK, self.num_experts, capacity, self.moe.moe_token_drop_policy)
 
 
@@ -128,7 +123,7 @@ class AllGatherDispatcher(Dispatcher):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.pads and self.num_ranks > 1:
+        if self.moe.pads_experts and self.num_ranks > 1:
             raise ConfigError(
                 Problem(
                     code="moe-allgather-padding",
@@ -170,7 +165,7 @@ class AllToAllDispatcher(Dispatcher):
         if self.group is None or self.num_ranks == 1:
             return Dispatched(x_NH, order.ends, order, probs_TK)
         shape = (self.num_ranks, self.num_local_experts)
-        if self.pads:
+        if self.moe.pads_experts:
             x_WLCH = exchange(x_NH, self.group).unflatten(0, (*shape, -1))
             x_NH = x_WLCH.transpose(0, 1).flatten(0, 2)
             num_rows = x_NH.shape[0] // self.num_local_experts

@@ -169,7 +169,7 @@ def build_experts(
         ConfigError: a grouped product was asked for, and biases.
     """
     kind: type[Experts] = GroupedExperts if moe.moe_grouped_gemm else SequentialExperts
-    if moe.moe_expert_capacity_factor is not None and moe.moe_pad_expert_input_to_capacity:
+    if moe.pads_experts:
         kind = PaddedExperts
     if kind is GroupedExperts and config.add_bias_linear:
         raise ConfigError(
