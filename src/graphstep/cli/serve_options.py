@@ -33,6 +33,12 @@ def _limit(name: str, metavar: str, help_text: str, **more: Any) -> Option:
     return Option(dest=name, flags=(flag,), metavar=metavar, group=_GROUP, help=help_text, **chosen)
 
 
+def _shared(option: Option) -> Option:
+    if option.dest == "seed":
+        return replace(option, help="of requests that name none, together with their order")
+    return option
+
+
 _OWN: tuple[Option, ...] = (
     _limit("host", "ADDRESS", "address to listen on; 127.0.0.1 is for this machine alone", type=text),
     _limit("port", "PORT", "port to listen on; 0: a free one"),
@@ -89,13 +95,7 @@ _OWN: tuple[Option, ...] = (
 )
 SERVE_OPTIONS: tuple[Option, ...] = (
     *_OWN,
-    *(
-        replace(option, help="of requests that name none, together with their order")
-        if option.dest == "seed"
-        else option
-        for option in GENERATE_OPTIONS
-        if option.dest not in _ONLY_GENERATE
-    ),
+    *(_shared(option) for option in GENERATE_OPTIONS if option.dest not in _ONLY_GENERATE),
 )
 """All of them: its own, and those of ``graphstep generate`` that are about model and engine."""
 
