@@ -109,11 +109,13 @@ def wait_for(condition: Callable[[], bool], seconds: float = 10.0) -> bool:
 
 
 @contextmanager
-def running(model: ServedModel | None = None, scope: str = "none", **options: Any) -> Iterator[RunningServer]:
+def running(
+    model: ServedModel | None = None, scope: str = "none", device: str = "cpu", **options: Any
+) -> Iterator[RunningServer]:
     """Run a server; when it has stopped, nothing of any request may be left."""
     chosen = ServerOptions(port=0, **{"shutdown_seconds": 5, **options})
     engine = build_engine(
-        build_model("llama", vocab_size=257, seq_length=LONGEST, max_position_embeddings=LONGEST),
+        build_model("llama", device, vocab_size=257, seq_length=LONGEST, max_position_embeddings=LONGEST),
         scope,
         max_requests=8,
         max_tokens=LONGEST,

@@ -42,10 +42,12 @@ async def ask(server: RunningServer, body: dict[str, Any], *, leaves_after: int 
     return "".join(json.loads(event)["choices"][0]["text"] for event in events)
 
 
-@pytest.mark.parametrize("scope", ["none", "block"])
-def test_two_hundred_at_once_get_their_own_answers(scope: str) -> None:
+@pytest.mark.parametrize(
+    ("scope", "device"), [("none", "cpu"), ("block", "cpu"), pytest.param("block", "cuda", marks=pytest.mark.gpu)]
+)
+def test_two_hundred_at_once_get_their_own_answers(scope: str, device: str) -> None:
     generator = random.Random(scope)
-    with running(scope=scope, max_queue=400, max_connections=400) as server:
+    with running(scope=scope, device=device, max_queue=400, max_connections=400) as server:
         bodies = []
         for number in range(200):
             prompt = "".join(generator.choices("abcdef", k=generator.randint(1, 40)))

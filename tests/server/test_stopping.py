@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import http.client
 import threading
 import time
 from typing import Any
@@ -13,7 +15,12 @@ BODY = {"model": NAME, "prompt": "x", "max_tokens": 30, "ignore_eos": True}
 
 def ask_beside(server: RunningServer, body: Any) -> tuple[threading.Thread, list[tuple[int, Any]]]:
     answers: list[tuple[int, Any]] = []
-    thread = threading.Thread(target=lambda: answers.append(server.ask("POST", "/v1/completions", body)))
+
+    def ask() -> None:
+        with contextlib.suppress(ConnectionError, http.client.HTTPException):
+            answers.append(server.ask("POST", "/v1/completions", body))
+
+    thread = threading.Thread(target=ask)
     thread.start()
     assert wait_for(lambda: server.engine.has_work)
     return thread, answers
@@ -48,3 +55,17 @@ def test_requests_that_take_too_long_are_told() -> None:
         assert "stopping" in answers[0][1]["error"]["message"]
         assert events[0][0] == 200
         assert "the server is stopping" in events[0][1]
+
+
+def test_second_signal_does_not_wait_and_leaves_nothing_behind() -> None:
+    with running(shutdown_seconds=20) as server:
+        server.slow.seconds = 0.1
+        thread, _ = ask_beside(server, BODY | {"max_tokens": 90})
+        start = time.monotonic()
+        server.server.stop()
+        server.server.force_exit = True
+        server.thread.join(10)
+        assert time.monotonic() - start < 3
+        assert not server.engine.has_work
+        assert not any(each.name == "graphstep-engine" for each in threading.enumerate())
+        thread.join(10)

@@ -75,6 +75,11 @@ class ServerApp:
             raise LifecycleError("the application does not run", where="ServerApp", fix="start it with its lifespan")
         return self._serving
 
+    def close(self) -> None:
+        """End the thread of the engine, if the application was not shut down. May be called twice."""
+        if self._serving is not None:
+            self._serving.worker.close()
+
     @contextlib.asynccontextmanager
     async def _lifespan(self, _: Starlette) -> AsyncIterator[None]:
         capacity = self._engine.limits.max_requests + self._options.max_queue

@@ -71,9 +71,10 @@ class HttpServer(uvicorn.Server):
         self.stopped_by: int | None = None
         """The first signal that asked it to stop."""
         self._on_start = on_start
+        self._app = ServerApp(engine, model, options)
         super().__init__(
             uvicorn.Config(
-                ServerApp(engine, model, options).build(),
+                self._app.build(),
                 http=TimedProtocol,
                 ws="none",
                 lifespan="on",
@@ -92,6 +93,13 @@ class HttpServer(uvicorn.Server):
     def stop(self) -> None:
         """Ask it to stop; from any thread."""
         self.should_exit = True
+
+    def run(self, sockets: list[socket.socket] | None = None) -> None:
+        """Serve; afterwards the engine is free for others."""
+        try:
+            super().run(sockets)
+        finally:
+            self._app.close()  # a second Ctrl-C skips the end of the application
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Begin to listen."""

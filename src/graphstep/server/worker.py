@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
+import torch
+
 from graphstep.errors import GraphstepError
 from graphstep.inference.engine import DynamicEngine
 from graphstep.inference.requests import FinishReason, Output, Request, SamplingParams
@@ -149,6 +151,9 @@ class EngineWorker:
 
     def _run(self) -> None:
         try:
+            device = self._engine.model.embedding.weight.device
+            if device.type == "cuda":
+                torch.cuda.set_device(device)  # each thread has its own
             while not self._is_stopping:
                 self._obey()
                 if self._engine.has_work and not self._is_stopping:
