@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import pkgutil
@@ -96,7 +97,10 @@ print(json.dumps(changed))
 def module_names() -> list[str]:
     # Modules that run something when imported as a program are no part of the library.
     found = pkgutil.walk_packages([str(SRC / "graphstep")], prefix="graphstep.", onerror=lambda name: None)
-    return ["graphstep", *(module.name for module in found if not module.name.endswith("__main__"))]
+    names = [module.name for module in found if not module.name.endswith("__main__")]
+    # Only some builds of PyTorch bring Triton along; only modules named for it need it.
+    has_triton = importlib.util.find_spec("triton") is not None
+    return ["graphstep", *(name for name in names if has_triton or ".triton_" not in name)]
 
 
 def run(program: str) -> str:

@@ -38,7 +38,7 @@ def test_the_commands_run(capsys: pytest.CaptureFixture[str], tmp_path: Path, mo
     shown = capsys.readouterr()
     assert kinds == ["train", "generate", "generate", "generate"]
     assert ">>> import os" in shown.out
-    assert "64 steps (100 %)" in shown.err
+    assert re.search(r"graph hits +│ (\d+) of \1 steps \(100 %\)", shown.err)
 
 
 def test_options_of_the_page_exist(capsys: pytest.CaptureFixture[str]) -> None:

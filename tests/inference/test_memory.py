@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.inference.generation import build_engine, build_model, greedy, prompts
+from tests.inference.generation import LONGEST, VOCABULARY, build_engine, build_model, greedy, prompts
 
 from graphstep.config import InferenceConfig
 from graphstep.errors import ConfigError
 from graphstep.inference.cache import CacheShape
+from graphstep.inference.engine import DynamicEngine
 from graphstep.inference.engine_config import EngineConfig
 from graphstep.inference.memory import MeasuredMemory, cache_blocks, measure_memory
 from graphstep.inference.metadata import StepMetadata
@@ -38,7 +39,8 @@ def test_the_budget_decides() -> None:
 
 
 def test_on_the_cpu_no_more_is_taken_than_requests_can_hold() -> None:
-    assert blocks_for() == 4 * 32 // 4 + 1
+    # The reserved block, and the one that stays free when a request is admitted beside others.
+    assert blocks_for() == 4 * 32 // 4 + 2
 
 
 def test_graphs_and_steps_come_before_the_cache() -> None:
@@ -59,3 +61,16 @@ def test_what_was_measured_is_what_graphs_take(scope: str) -> None:
         assert taken <= 2 * measured.graph_bytes
         engine.generate(prompts(3), greedy(2))
         torch.cuda.synchronize()
+
+
+@pytest.mark.parametrize("max_requests", [2, 7, 150])
+def test_as_many_requests_as_there_can_be_run_side_by_side(max_requests: int) -> None:
+    model = build_model("llama")
+    options = InferenceConfig(
+        inference_dynamic_batching_max_requests=max_requests,
+        inference_dynamic_batching_max_tokens=3 * max_requests,
+        inference_dynamic_batching_block_size=LONGEST,
+    )
+    with DynamicEngine(model, EngineConfig(inference=options)) as engine:
+        engine.generate([[1, 2, number % VOCABULARY] for number in range(max_requests)], greedy(4))
+        assert engine.counts.steps == 4

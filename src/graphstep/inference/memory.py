@@ -72,7 +72,9 @@ def cache_blocks(
             )
             budget = measured.cache_bytes
     number = shape.num_blocks(budget, block_size, limits.max_requests)
-    useful = limits.max_requests * -(-limits.max_sequence_length // block_size) + 1
+    useful = limits.max_requests * -(-limits.max_sequence_length // block_size)
+    # The reserved block, and those that the scheduler leaves free when it admits a request beside others.
+    useful += 2 + useful // 99
     # More than all requests can hold serves known prefixes alone; on the CPU it is rather left to others.
     keeps_prefixes = config.prefix_caching and not shape.mixers and device.type == "cuda"
     return number if keeps_prefixes else min(number, useful)
