@@ -108,6 +108,7 @@ def test_requests_of_a_failed_step_get_an_error_and_the_next_ones_answers() -> N
         assert status == 500
         assert "RuntimeError in the engine" in answer["error"]["message"]
         assert "on fire" not in answer["error"]["message"]
+        assert server.metric('sequences_total{reason="error"}') == 4
         assert server.complete()[0] == 200
         assert server.ask("GET", "/health")[0] == 200
         server.slow.failures += [RuntimeError("again")] * 3

@@ -88,6 +88,7 @@ class Generation:
         self._stop = stop
         self._events: asyncio.Queue[tuple[int, Output]] = asyncio.Queue()
         self._sequences: list[_Sequence] = []
+        self._failure: ApiError | None = None
 
     async def start(self) -> None:
         """Hand the sequences to the engine, all or none. `close` has to follow.
@@ -119,6 +120,8 @@ class Generation:
                 piece = pieces.setdefault(index, Piece(index, ""))
                 self._add(sequence, output, piece)
                 num_open -= sequence.is_finished
+            if self._failure is not None:
+                raise self._failure
             certain = [p for p in pieces.values() if p.text or p.details or p.finish_reason is not None]
             if certain:
                 yield certain
@@ -134,10 +137,12 @@ class Generation:
     def _add(self, sequence: _Sequence, output: Output, piece: Piece) -> None:
         if output.finish_reason in (FinishReason.ERROR, FinishReason.CANCELLED):
             self._finish(sequence, output.finish_reason)
-            if output.finish_reason is FinishReason.CANCELLED:
-                raise ApiError(503, "the server is stopping")
             what = sequence.job.failure or "the model's logits were not finite"
-            raise ApiError(500, f"generation failed: {what}")
+            is_stopping = output.finish_reason is FinishReason.CANCELLED
+            self._failure = (
+                ApiError(503, "the server is stopping") if is_stopping else ApiError(500, f"generation failed: {what}")
+            )
+            return
         if output.token is not None:
             self._count(sequence)
             is_end = output.finish_reason is FinishReason.STOP
