@@ -37,15 +37,16 @@ IMPORTS_ALLOWED: dict[str, tuple[str, ...]] = {
     "strategies": (*RECORDING, "models.segments"),
     "training": STEPPING,
     "inference": STEPPING,
+    "server": ("config", "inference"),
     "rl": LOOPS,
     "doctor": LOOPS,
     "bench": LOOPS,
     "integrations": LOOPS,
-    "cli": (*LOOPS, "doctor", "bench", "integrations"),
+    "cli": (*LOOPS, "server", "doctor", "bench", "integrations"),
     "__main__": ("cli",),
 }
 WITHOUT_LIBRARIES = ("errors", "version", "config")
-HEAVY_LIBRARIES = {"torch", "numpy", "safetensors", "tokenizers", "tensorboard"}
+HEAVY_LIBRARIES = {"torch", "numpy", "safetensors", "tokenizers", "tensorboard", "starlette", "uvicorn"}
 
 MUTABLE_LITERALS = (ast.List, ast.Dict, ast.Set, ast.ListComp, ast.DictComp, ast.SetComp)
 MUTABLE_CALLS = {

@@ -16,17 +16,16 @@ from rich.table import Table
 from rich.text import Text
 
 from graphstep.cli.generate_options import GenerateOptions
+from graphstep.cli.loaded_engine import device_of, engine_config, load, tokenizer_of
 from graphstep.config import InferenceCudaGraphScope
-from graphstep.errors import ConfigError, DataError, Problem, RequestError, UserInputError
+from graphstep.errors import DataError, Problem, RequestError, UserInputError
 from graphstep.inference.engine import DynamicEngine
-from graphstep.inference.engine_config import EngineConfig
-from graphstep.inference.load import LoadedModel, load_model
+from graphstep.inference.load import LoadedModel
 from graphstep.inference.requests import FinishReason, SamplingParams
 from graphstep.inference.streams import TokenStream
-from graphstep.inference.text import ByteText, HuggingFaceText, TextTokens
+from graphstep.inference.text import TextTokens
 
 EXIT_OK = 0
-_LENGTH_OPTION = "--inference-max-seq-length"
 
 
 @dataclass(slots=True)
@@ -52,7 +51,7 @@ def run(options: GenerateOptions) -> int:
         UserInputError: a device, model, tokenizer or prompts that do not fit.
         GraphstepError: a graph that has to be captured and cannot be.
     """
-    device = _device(options)
+    device = device_of(options)
     prompts = _prompts(options)
     try:
         return _run(options, device, prompts)
@@ -65,16 +64,10 @@ def run(options: GenerateOptions) -> int:
 
 def _run(options: GenerateOptions, device: torch.device, prompts: Sequence[str]) -> int:
     started = time.perf_counter()
-    loaded = load_model(
-        options.model,
-        device=device,
-        dtype=None if options.dtype is None else getattr(torch, options.dtype),
-        max_positions=options.inference_max_seq_length,
-        limit_option=_LENGTH_OPTION,
-    )
-    text = _tokenizer(options, loaded)
+    loaded = load(options, device)
+    text = tokenizer_of(options, loaded)
     load_seconds = time.perf_counter() - started
-    with DynamicEngine(loaded.model, _engine_config(options, loaded, text)) as engine:
+    with DynamicEngine(loaded.model, engine_config(options, loaded, text)) as engine:
         sampling = _sampling(options, len(prompts), loaded, text)
         result = _generate(engine, prompts, text, sampling, as_json=options.json)
         # Texts go to standard output, where a program may read them.
@@ -173,17 +166,6 @@ def _sampling(
     ]
 
 
-def _device(options: GenerateOptions) -> torch.device:
-    has_cuda = torch.cuda.is_available()
-    if options.device == "cuda" and not has_cuda:
-        what = "PyTorch sees no CUDA device"
-        fix = "leave --device out to compute on the CPU, or install a CUDA build of PyTorch"
-        raise ConfigError(Problem("device-missing", what, "--device cuda", fix))
-    if options.device == "cpu" or not has_cuda:
-        return torch.device("cpu")
-    return torch.device("cuda", torch.cuda.current_device())
-
-
 def _prompts(options: GenerateOptions) -> list[str]:
     if options.prompts:
         return list(options.prompts)
@@ -200,40 +182,6 @@ def _prompts(options: GenerateOptions) -> list[str]:
     if not prompts:
         raise DataError(Problem("generate-prompts", "there are no prompts", where, "write one a line, or use --prompt"))
     return prompts
-
-
-def _tokenizer(options: GenerateOptions, loaded: LoadedModel) -> TextTokens:
-    path = options.tokenizer_model or loaded.tokenizer
-    if path is None:
-        text: TextTokens = ByteText()
-    else:
-        path = path / "tokenizer.json" if path.is_dir() else path
-        text = HuggingFaceText(path, stop_tokens=loaded.stop_tokens)
-    vocabulary = loaded.model.config.vocab_size
-    if text.vocabulary > vocabulary:
-        what = f"the tokenizer has {text.vocabulary} tokens, and the model {vocabulary}"
-        raise DataError(
-            Problem("tokenizer-size", what, str(path or options.model), "name its own with --tokenizer-model")
-        )
-    return text
-
-
-def _engine_config(options: GenerateOptions, loaded: LoadedModel, text: TextTokens) -> EngineConfig:
-    positions, wanted = loaded.model.config.max_position_embeddings, options.inference_max_seq_length
-    is_bounded = loaded.model.config.position_embedding_type != "none"
-    if wanted is not None and wanted > positions and is_bounded:
-        what = f"sequences of {wanted} tokens, and the model has positions for {positions}"
-        fix = f"use {positions}, or leave it out"
-        raise ConfigError(Problem("inference-sequence-length", what, _LENGTH_OPTION, fix))
-    return EngineConfig(
-        inference=options.inference,
-        scope=options.scope,
-        is_required=options.is_required,
-        max_sequence_length=wanted,
-        # A model of ours was padded, and what pads it was never trained.
-        vocabulary=text.vocabulary,
-        seed=options.seed,
-    )
 
 
 def _writable(piece: str) -> str:

@@ -180,9 +180,32 @@ def _advise_help() -> str:
     return HELP
 
 
+def _serve(argv: Sequence[str]) -> int:
+    # Wrong options are answered before torch is loaded, which takes seconds.
+    from graphstep.cli.serve_options import read_serve_options
+
+    options = read_serve_options(argv)
+    print_notices(options.notices)
+    from graphstep.cli.serve import run
+
+    return run(options)
+
+
+def _serve_help() -> str:
+    from graphstep.cli.serve_options import SERVE_OPTIONS
+
+    return help_text(
+        "graphstep serve",
+        "Offer a model over HTTP by OpenAI's interface: /v1/completions, /v1/chat/completions and /v1/models, with "
+        "/health and /metrics. Listens on this machine alone, unless --host says otherwise.",
+        SERVE_OPTIONS,
+    )
+
+
 COMMANDS: Mapping[str, Command] = {
     "train": Command(summary="train a model and say what was captured", run=_train, help=_train_help),
     "generate": Command(summary="continue prompts with a model", run=_generate, help=_generate_help),
+    "serve": Command(summary="offer a model over HTTP, by OpenAI's interface", run=_serve, help=_serve_help),
     "config": Command(summary="print the configuration a command line gives", run=_config, help=_config_help),
     "advise": Command(summary="say which options fit a scenario, and why", run=_advise, help=_advise_help),
     "migrate": Command(summary="write old options of CUDA graphs in their new form", run=_migrate, help=_migrate_help),

@@ -143,6 +143,16 @@ class DynamicEngine:
         return self._scheduler.has_work
 
     @property
+    def num_running(self) -> int:
+        """Requests that hold blocks."""
+        return self._scheduler.num_running
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests without blocks."""
+        return self._scheduler.num_waiting
+
+    @property
     def counts(self) -> SchedulerCounts:
         """What has happened since the start."""
         return self._scheduler.counts

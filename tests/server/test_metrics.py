@@ -1,0 +1,59 @@
+"""The text that Prometheus reads."""
+
+from __future__ import annotations
+
+import re
+
+from tests.server.serving import RunningServer
+
+from graphstep.server.metrics import Histogram, Metrics
+
+LINE = re.compile(r'[a-z_]+(\{[a-z]+="[^"]*"(,[a-z]+="[^"]*")*\})? -?[0-9.e+-]+')
+
+
+def test_buckets_count_those_below_them() -> None:
+    histogram = Histogram((1.0, 2.0))
+    for value in (0.5, 1.0, 1.5, 7.0):
+        histogram.add(value)
+    assert list(histogram.lines("x")) == [
+        'x_bucket{le="1.0"} 2',
+        'x_bucket{le="2.0"} 3',
+        'x_bucket{le="+Inf"} 4',
+        "x_sum 10.0",
+        "x_count 4",
+    ]
+
+
+def test_every_line_can_be_read_and_every_metric_has_a_type(server: RunningServer) -> None:
+    server.complete(n=2)
+    status, text = server.ask("GET", "/metrics")
+    assert status == 200
+    typed = set()
+    for line in text.splitlines():
+        if line.startswith("# TYPE "):
+            typed.add(line.split()[2])
+        elif not line.startswith("#"):
+            assert LINE.fullmatch(line), line
+            name = re.sub(r"_(bucket|sum|count)$", "", re.split("[ {]", line)[0])
+            assert name in typed
+    assert text.endswith("\n")
+
+
+def test_numbers_are_those_of_the_requests(server: RunningServer) -> None:
+    names = ("generated_tokens_total", "prompt_tokens_total", "sequences_total", "request_seconds_count", "steps_total")
+    before = {name: server.metric(name) for name in names}
+    status, answer = server.complete("a prompt", n=2, max_tokens=6, ignore_eos=True)
+    assert status == 200
+    grown = {name: server.metric(name) - before[name] for name in names}
+    assert grown["generated_tokens_total"] == answer["usage"]["completion_tokens"] == 12
+    assert grown["prompt_tokens_total"] == 16
+    assert grown["sequences_total"] == 2
+    assert grown["request_seconds_count"] == 1
+    assert grown["steps_total"] >= 6
+    assert server.metric("cache_blocks_held") == 0
+
+
+def test_without_an_engine_its_numbers_are_missing() -> None:
+    text = Metrics().render(None, is_healthy=False)
+    assert "graphstep_healthy 0" in text
+    assert "cache_blocks" not in text
