@@ -22,7 +22,7 @@ def pair_of(*written: Tensor, is_random: bool = False, **buffers: Tensor) -> Any
         module.register_buffer(name, buffer)
     region = Region("layers.1", "layer", lambda: None, (module,))
     contents = [torch_private.all_bytes(tensor) for tensor in written]
-    return SimpleNamespace(region=region, _observation=SimpleNamespace(written=contents, is_random=is_random))
+    return SimpleNamespace(region=region, observation=SimpleNamespace(written=contents, is_random=is_random))
 
 
 def test_what_was_written_is_put_back() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -12,9 +14,16 @@ PAGES = sorted(PACKAGE.rglob("README.md"))
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.parent.name)
 def test_page_names_every_file(page: Path) -> None:
-    text = page.read_text(encoding="utf-8")
+    named = set(re.findall(r"[\w/]+\.py\b", page.read_text(encoding="utf-8")))
     names = [path.name for path in sorted(page.parent.glob("*.py")) if path.name != "__init__.py"]
-    assert [name for name in names if name not in text] == []
+    assert [name for name in names if name not in named] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.parent.name)
+def test_page_has_one_row_a_file(page: Path) -> None:
+    rows = [line.split("|")[1] for line in page.read_text(encoding="utf-8").splitlines() if line.startswith("|")]
+    counts = Counter(name for row in rows for name in re.findall(r"`([\w/]+\.py)`", row))
+    assert [name for name, count in counts.items() if count > 1] == []
 
 
 def test_every_large_folder_has_a_page() -> None:

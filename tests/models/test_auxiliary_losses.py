@@ -1,3 +1,5 @@
+"""Losses of routers get the gradient of the returned loss."""
+
 from __future__ import annotations
 
 import pytest

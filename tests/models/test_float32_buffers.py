@@ -1,3 +1,5 @@
+"""Buffers that stay in float32 when a model is converted."""
+
 from __future__ import annotations
 
 import torch

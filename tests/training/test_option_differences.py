@@ -1,3 +1,5 @@
+"""What is said of options that differ from those of a checkpoint."""
+
 from __future__ import annotations
 
 import json

@@ -129,8 +129,9 @@ class GraphPair:
         self.backward: Recording | None = None
         """Launched at the backward of this pair; ``None`` if the pair after it launches both."""
         self._through_autograd = through_autograd
-        self._lane, self._backward_lane = lane, backward_lane
-        self._is_forward_captured = self._is_backward_captured = False
+        self.forward_lane, self.backward_lane = lane, backward_lane
+        """Keys of the memory that each half is recorded in."""
+        self.is_forward_captured = self.is_backward_captured = False
         self.accumulated: list[Tensor] = []
         """Parameters whose gradients are accumulated inside the backward recording."""
         self.exposed: list[Tensor] = []
@@ -140,9 +141,10 @@ class GraphPair:
         self.kept: KeptState | None = None
         """What it writes, as it was before its latest launch, if it may run before it is called."""
         self._holders: Holders | None = None
-        self._observation = Observation()
-        self._known: set[int] = set()
-        """Storages with an owner who is asked elsewhere."""
+        self.observation = Observation()
+        """What the warmup has found."""
+        self.known_storages: set[int] = set()
+        """Those with an owner who is asked elsewhere."""
         self._aliases = ParameterAliases(region.modules)
         self._saved = SavedTensors()
 
@@ -159,15 +161,15 @@ class GraphPair:
             self.region, self.signature, inputs, self.session, num_runs=num_runs, aliases=self._aliases
         )
         self._learn(trained, observation)
-        self._known = set(map(torch_private.storage_key, [*inputs, *self.region.tensors()]))
+        self.known_storages = set(map(torch_private.storage_key, [*inputs, *self.region.tensors()]))
 
     def warm_up_as(self, other: GraphPair) -> None:
         """Take over what the warmup of another pair of the variant has found."""
-        self._learn(other.trained, other._observation)
-        self._known = other._known
+        self._learn(other.trained, other.observation)
+        self.known_storages = other.known_storages
 
     def _learn(self, trained: Sequence[Tensor], observation: Observation) -> None:
-        self._observation = observation
+        self.observation = observation
         self.exposed = [leaf for leaf in trained if id(leaf) in self._through_autograd or has_gradient_hooks(leaf)]
         exposed = {id(leaf) for leaf in self.exposed}
         self.accumulated = [leaf for leaf in trained if id(leaf) not in exposed]
@@ -185,6 +187,24 @@ class GraphPair:
         for position, first in self.signature.repeated:
             inputs[position] = inputs[first]
 
+    def run_forward(self) -> Any:
+        """Run the forward half while it is recorded, and learn what its seams are."""
+        if self.kept is not None:
+            self.kept.keep()
+        with self._aliases.installed(), self.left.noted(self):
+            return self._run_forward()
+
+    def note_forward(self, recording: Recording | None) -> None:
+        """The forward half is captured; ``None``: together with that of the pair before."""
+        self.forward, self.is_forward_captured = recording, True
+        self.differentiable = tuple(output.requires_grad for output in self.outputs)
+
+    def note_backward(self, recording: Recording | None) -> None:
+        """The backward half is captured; ``None``: together with that of the pair after."""
+        self.backward, self.is_backward_captured = recording, True
+        self.takes_all_gradients = all(gradient is not None for gradient in self.grad_outputs)
+        self._let_go_forward()
+
     def _run_forward(self) -> Any:
         self._bind_chained()
         with self._saved.noted() if self.poisons else nullcontext():
@@ -192,10 +212,10 @@ class GraphPair:
         owned = [p for module in self.region.modules for p in module._parameters.values() if p is not None]
         result = with_memory_of_its_own(result, [*self.inputs, *owned])
         self.outputs, self.form = flatten(result)[0], ResultForm(result)
-        if len(self.outputs) > 1 and not self._observation.saves_by_hooks:
+        if len(self.outputs) > 1 and not self.observation.saves_by_hooks:
             self._reached = parameters_behind(self.outputs, self._aliases)
         # Looking at what was saved would start a recompute.
-        saved = None if self._observation.saves_by_hooks or self.poisons else saved_storages(self.outputs)
+        saved = None if self.observation.saves_by_hooks or self.poisons else saved_storages(self.outputs)
         self.saved_inputs = [n for n in self.chained if not saved or torch_private.storage_key(self.inputs[n]) in saved]
         self._is_saved = [saved is None or torch_private.storage_key(output) in saved for output in self.outputs]
         self.shared_results = share_memory(self.outputs)
@@ -209,7 +229,8 @@ class GraphPair:
         handed = [output for _, output in following.chained.values()] if following is not None else ()
         return not_reached(self.trained, self._reached, given, handed)
 
-    def _run_backward(self) -> list[Tensor | None]:
+    def run_backward(self) -> list[Tensor | None]:
+        """Run the backward half while it is recorded; gives the gradients of inputs and of what autograd is to add."""
         outputs = [output for output, g in zip(self.outputs, self.grad_outputs, strict=True) if g is not None]
         given = [gradient for gradient in self.grad_outputs if gradient is not None]
         repeated = {position for position, _ in self.signature.repeated}  # Their first one has the whole gradient.
@@ -276,7 +297,7 @@ class GraphPair:
     @property
     def is_pure(self) -> bool:
         """True if the region changes no state: it may run although nobody asks for its result, and run again."""
-        return self._observation.is_pure
+        return self.observation.is_pure
 
     @property
     def runs_again(self) -> bool:
@@ -292,7 +313,7 @@ class GraphPair:
     @property
     def is_ready(self) -> bool:
         """True once both halves are captured."""
-        return self._is_forward_captured and self._is_backward_captured
+        return self.is_forward_captured and self.is_backward_captured
 
     @property
     def trained(self) -> list[Tensor]:
@@ -326,7 +347,7 @@ class GraphPair:
 
     def lost_tensors(self) -> list[str]:
         """Tensors that the recordings read and whose owner has let go of them, in words; for debugging."""
-        return [f"{text}, read by {self.region.name}" for text in self._observation.lost_tensors(self._known)]
+        return [f"{text}, read by {self.region.name}" for text in self.observation.lost_tensors(self.known_storages)]
 
     def has_new_hook(self) -> bool:
         """True if a parameter got a hook on its gradient, which the recording would not run."""

@@ -56,7 +56,7 @@ class GraphTriple(GraphPair):
     @property
     def is_undivided(self) -> bool:
         """True if all gradients are computed in the backward half. See :class:`SplitBackward`."""
-        return self._registers_hooks or self._observation.saves_by_hooks
+        return self._registers_hooks or self.observation.saves_by_hooks
 
     def has_new_hook(self) -> bool:
         """True if a parameter got a hook on its gradient, which the recording would not run."""
@@ -82,13 +82,13 @@ class GraphTriple(GraphPair):
             capture_backwards([self], grad_outputs)
             return
         self.grad_outputs = self.form.without_repeated(grad_outputs)
-        self.takes_all_gradients = all(gradient is not None for gradient in self.grad_outputs)
-        self._run_backward()
-        self._is_backward_captured = True
+        self.run_backward()
+        self.note_backward(None)
         if self.forward is not None:
             self.forward.release_result()
 
-    def _run_backward(self) -> list[Tensor | None]:
+    def run_backward(self) -> list[Tensor | None]:
+        """Run the gradients of the inputs, and keep what those of the parameters are computed from."""
         pairs = [(output, g) for output, g in zip(self.outputs, self.grad_outputs, strict=True) if g is not None]
         repeated = {position for position, _ in self.signature.repeated}  # Their first one has the whole gradient.
         wants = [tensor.requires_grad and index not in repeated for index, tensor in enumerate(self.inputs)]
@@ -121,14 +121,14 @@ class GraphTriple(GraphPair):
             LifecycleError: the backward is not captured yet, or this is already.
         """
         split = self._split
-        if split is None or not self._is_backward_captured:
+        if split is None or not self.is_backward_captured:
             raise LifecycleError("there is no backward whose weight gradients are to come", where=self.region.name)
         self._split = None
         if self.trained:
             recording = self.session.capture(
                 self.stats,
                 lambda: self._run_weight_gradients(split),
-                observation=self._observation,
+                observation=self.observation,
                 lane=BACKWARD_LANE,
             )
             self.weights = recording

@@ -41,7 +41,7 @@ class KeptState:
     @classmethod
     def of(cls, pair: GraphPair) -> KeptState | None:
         """For a pair that changes nothing but small buffers of its modules, after its warmup; else ``None``."""
-        observation = pair._observation
+        observation = pair.observation
         buffers = {
             torch_private.storage_key(buffer): buffer
             for module in pair.region.modules

@@ -39,7 +39,7 @@ class LeftTensors:
         yield
         # What the model owns and keeps is left as it is; what lies in a static input is not.
         static = {torch_private.storage_key(t) for n, t in enumerate(pair.inputs) if n not in pair.in_place}
-        others = set(map(torch_private.storage_key, pair._observation.externals)) - static
+        others = set(map(torch_private.storage_key, pair.observation.externals)) - static
         for owner, key, value in self.attributes.again().places():
             is_new = isinstance(value, Tensor) and before.get((id(owner), key)) is not value
             if is_new and torch_private.has_plain_memory(value) and torch_private.storage_key(value) not in others:

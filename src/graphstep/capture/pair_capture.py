@@ -23,24 +23,16 @@ def capture_forwards(pairs: Sequence[GraphPair]) -> None:
         LifecycleError: captured already.
     """
     first = pairs[0]
-    if any(pair._is_forward_captured for pair in pairs):
+    if any(pair.is_forward_captured for pair in pairs):
         raise LifecycleError("the forward half is captured already", where=first.region.name)
 
     def run() -> list[Any]:
-        results = []
-        for pair in pairs:
-            if pair.kept is not None:
-                pair.kept.keep()
-            with pair._aliases.installed(), pair.left.noted(pair):
-                results.append(pair._run_forward())
-        return results
+        return [pair.run_forward() for pair in pairs]
 
-    observation = Observation.joined(pair._observation for pair in pairs)
-    recording = first.session.capture(first.stats, run, observation=observation, lane=first._lane)
-    first.forward = recording
+    observation = Observation.joined(pair.observation for pair in pairs)
+    recording = first.session.capture(first.stats, run, observation=observation, lane=first.forward_lane)
     for pair in pairs:
-        pair._is_forward_captured = True
-        pair.differentiable = tuple(output.requires_grad for output in pair.outputs)
+        pair.note_forward(recording if pair is first else None)
         if not any(pair.differentiable):
             raise CaptureError(
                 "no output of this region has a gradient",
@@ -64,16 +56,16 @@ def capture_backwards(pairs: Sequence[GraphPair], grad_outputs: Sequence[Tensor 
         LifecycleError: the forward is not captured yet, or the backward is already.
     """
     first, last = pairs[0], pairs[-1]
-    if not all(pair._is_forward_captured for pair in pairs):
+    if not all(pair.is_forward_captured for pair in pairs):
         raise LifecycleError("the forward half is not captured yet", where=last.region.name)
-    if any(pair._is_backward_captured for pair in pairs):
+    if any(pair.is_backward_captured for pair in pairs):
         raise LifecycleError("the backward half is captured already", where=last.region.name)
     last.grad_outputs = last.form.without_repeated(grad_outputs)
 
     def run() -> list[Any]:
         results: list[Any] = []
         for pair, before in zip(reversed(pairs), [*reversed(pairs[:-1]), None], strict=True):
-            results.append(pair._run_backward())
+            results.append(pair.run_backward())
             if before is not None:
                 given: list[Tensor | None] = [None] * len(before.outputs)
                 repeated = {position for position, _ in pair.signature.repeated}
@@ -84,13 +76,10 @@ def capture_backwards(pairs: Sequence[GraphPair], grad_outputs: Sequence[Tensor 
                 before.grad_outputs = before.form.without_repeated(given)
         return results
 
-    observation = Observation.joined(pair._observation for pair in pairs)
-    recording = last.session.capture(last.stats, run, observation=observation, lane=last._backward_lane)
-    last.backward = recording
+    observation = Observation.joined(pair.observation for pair in pairs)
+    recording = last.session.capture(last.stats, run, observation=observation, lane=last.backward_lane)
     for pair in pairs:
-        pair._is_backward_captured = True
-        pair.takes_all_gradients = all(gradient is not None for gradient in pair.grad_outputs)
-        pair._let_go_forward()
+        pair.note_backward(recording if pair is last else None)
         if pair is not first:
             pair.grad_inputs = []
         if pair is not last:

@@ -33,7 +33,7 @@ class ReadAhead:
         self.kept = [pair.kept for pair in pairs[1:] if pair.kept is not None]
         """What pairs write that run before their calls, in order."""
         self._pairs_kept = [pair.kept for pair in pairs]
-        self._only_in_backward = [pair._observation.only_in_backward for pair in pairs]
+        self._only_in_backward = [pair.observation.only_in_backward for pair in pairs]
 
     def versions(self) -> list[int]:
         """They tell whether somebody writes. Cost: less than 0.1 microseconds a tensor."""
@@ -75,8 +75,8 @@ def _owned(pair: GraphPair) -> list[Tensor]:
 
 
 def _others(pair: GraphPair) -> list[weakref.ref[Tensor]]:
-    seen = zip(pair._observation.externals, pair._observation.sources, strict=True)
-    return [source for tensor, source in seen if torch_private.storage_key(tensor) not in pair._known]
+    seen = zip(pair.observation.externals, pair.observation.sources, strict=True)
+    return [source for tensor, source in seen if torch_private.storage_key(tensor) not in pair.known_storages]
 
 
 def _version_of_source(source: weakref.ref[Tensor]) -> int:

@@ -310,7 +310,7 @@ class _Capturing:
         try:
             yield
             if before is not None:
-                before.refuse_changes(pair.region.name, pair._observation.externals)
+                before.refuse_changes(pair.region.name, pair.observation.externals)
         except BaseException:
             if before is not None:
                 before.put_back()

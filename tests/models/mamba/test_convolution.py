@@ -1,3 +1,5 @@
+"""The causal convolution against the one of torch."""
+
 from __future__ import annotations
 
 import pytest

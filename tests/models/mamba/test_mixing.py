@@ -1,3 +1,5 @@
+"""The mixing of a Mamba-2 layer: its gradient, the plain formulas, and how many kernels it takes."""
+
 from __future__ import annotations
 
 import pytest

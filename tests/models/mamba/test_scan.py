@@ -1,3 +1,5 @@
+"""The scan in chunks against the recurrence."""
+
 from __future__ import annotations
 
 import pytest

@@ -1,5 +1,8 @@
+"""Experts: grouped, padded and one after another compute the same."""
+
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +14,7 @@ from tests.models.tiny import gradients, seeded
 from torch import Tensor
 
 from graphstep.config.model import ModelConfig
+from graphstep.engine import Engine, engine_for
 from graphstep.errors import CaptureError, ConfigError
 from graphstep.models import initialize_weights
 from graphstep.models.initialization import WeightInitializer
@@ -137,6 +141,8 @@ def test_the_options_choose(options: dict[str, Any], kind: type[Experts]) -> Non
 def test_one_product_of_all_experts_has_no_biases() -> None:
     with pytest.raises(ConfigError, match="have no biases"):
         build_experts(replace(MODEL, add_bias_linear=True), MOE, 8)
+    with pytest.raises(ConfigError, match="have no biases"):
+        GroupedExperts(MODEL, 8, 16, bias=True)
     assert (
         build_experts(replace(MODEL, add_bias_linear=True), replace(MOE, moe_grouped_gemm=False), 8).up_bias is not None
     )
@@ -191,3 +197,20 @@ def test_what_reads_on_the_host_refuses_a_capture_on_cuda(
         assert "--bf16" in caught.value.fix
     else:
         refuse_host_reads(x, *weights)
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
+    built = engine_for(torch.device(request.param))
+    yield built
+    built.close()
+
+
+def test_one_by_one_refuses_a_capture_with_the_ways_out(engine: Engine) -> None:
+    device = str(engine.device)
+    experts = built(SequentialExperts).to(device)
+    x, rows = torch.randn(20, 32, device=device), ends(LOADS["even"], device)
+    experts(x, rows)
+    with pytest.raises(CaptureError, match="one after another") as caught:
+        engine.capture(lambda: experts(x, rows))
+    assert "--moe-grouped-gemm" in caught.value.fix

@@ -1,3 +1,5 @@
+"""Layers with experts: segments, launches, and what they compute."""
+
 from __future__ import annotations
 
 import copy
@@ -237,3 +239,19 @@ def test_top_one_and_a_sequence_of_one(hidden: Tensor) -> None:
 def test_there_have_to_be_experts() -> None:
     with pytest.raises(ValueError, match="there are none"):
         built_layer(MoEConfig())
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("router_dtype", [None, "fp32"])
+def test_autocast(mode: str, router_dtype: Any, hidden: Tensor) -> None:
+    """Forward and backward run, and give about what they give without."""
+    results = []
+    for casts in (False, True):
+        layer = built_layer(replace(MOE, **MODES[mode], moe_router_topk=8, moe_router_dtype=router_dtype))
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=casts):
+            result = layer(hidden)
+        result.float().square().mean().backward()
+        results.append((result.float(), gradients(layer)))
+    assert (results[0][0] - results[1][0]).norm() < 0.02 * results[0][0].norm()
+    for name, gradient in results[0][1].items():
+        assert (gradient - results[1][1][name]).norm() < 0.1 * gradient.norm(), name

@@ -1,3 +1,5 @@
+"""The order of rows: sorted by expert, dropped, padded, and back."""
+
 from __future__ import annotations
 
 import itertools

@@ -1,3 +1,5 @@
+"""The router: choices, weights, losses and counters."""
+
 from __future__ import annotations
 
 from dataclasses import replace
@@ -277,3 +279,13 @@ def test_without_losses_nothing_is_counted(x: Tensor) -> None:
     assert "add_" not in launched
     assert read_and_reset_losses(router) == {}
     update_expert_biases(router, 0.1)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "fp64"])
+def test_autocast_leaves_a_router_with_a_format_of_its_own_alone(dtype: str, x: Tensor) -> None:
+    router = built(moe_router_dtype=dtype)
+    plain = router(x)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        cast = router(x)
+    assert cast[0].dtype is plain[0].dtype is {"fp32": torch.float32, "fp64": torch.float64}[dtype]
+    assert all(torch.equal(*pair) for pair in zip(plain, cast, strict=True))

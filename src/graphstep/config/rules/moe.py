@@ -98,6 +98,9 @@ MOE_RULES: tuple[Rule, ...] = (
     optional("moe_router_group_topk", lambda v: v >= 1, "at least 1", "leave it out for all groups"),
     optional("moe_router_topk_scaling_factor", lambda v: v > 0, "above 0", "leave it out for none"),
     in_range("moe_router_bias_update_rate", lambda v: v >= 0, "0 or above", "use 1e-3"),
+    in_range("moe_aux_loss_coeff", lambda v: v >= 0, "0 or above", "use 1e-2, or leave it out for no loss"),
+    optional("moe_z_loss_coeff", lambda v: v >= 0, "0 or above", "use 1e-3, or leave it out for no loss"),
+    optional("moe_input_jitter_eps", lambda v: 0 <= v <= 1, "between 0 and 1", "use 1e-2, or leave it out for none"),
     optional(_RANK, lambda v: v > 0, "above 0", "use 1.5, or leave it out for a dynamic budget"),
     at_least(1, "moe_paged_stash_page_size", "use 64"),
     Rule(
@@ -218,11 +221,12 @@ MOE_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         code="grouped-gemm-half-precision",
-        fields=(*_GRAPH, *EXPERT_SHAPES, "dynamic_experts"),
+        fields=(*_GRAPH, *EXPERT_SHAPES, "layer_modules", "dynamic_experts"),
         blames=("moe_grouped_gemm", "bf16"),
         broken=lambda o: (
             (captures_whole_layers(o) or names_module(o, "moe"))
             and has_experts(o)
+            and "moe" in o.layer_modules
             and not o.dynamic_experts
             and not drops_and_pads(o)
             and not o.bf16
@@ -370,6 +374,13 @@ MOE_RULES: tuple[Rule, ...] = (
     ),
     *idle(
         _NEED_EXPERTS, ("num_experts",), lambda o: o.num_experts is None, "there are no experts", "add --num-experts"
+    ),
+    no_effect(
+        "layer-freq-beside-pattern",
+        ("given_moe_layer_freq", "moe_layer_freq", "hybrid_layer_pattern", "num_experts"),
+        lambda o: o.given_moe_layer_freq and o.hybrid_layer_pattern is not None and o.num_experts is not None,
+        "--moe-layer-freq has no effect: the letters of --hybrid-layer-pattern say which layers have experts",
+        "leave one of the two out",
     ),
     *idle(
         ("moe_router_bias_update_rate",),

@@ -7,7 +7,6 @@ K width of the convolution, W convolved channels.
 from __future__ import annotations
 
 import math
-from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Final
 
@@ -19,6 +18,7 @@ from graphstep.config.mamba import MambaConfig
 from graphstep.config.model import ModelConfig
 from graphstep.config.rules.mamba import MAMBA_RULES
 from graphstep.errors import ConfigError, Problem
+from graphstep.models.autocast import without_autocast
 from graphstep.models.initialization import WeightInitializer
 from graphstep.models.linear import build_linear
 from graphstep.models.mamba.layout import MixerLayout, MixerWeights
@@ -211,9 +211,7 @@ class Mamba2(nn.Module):
         parameters = (self.conv_weight, self.conv_bias, self.dt_bias, self.A_log, self.D)
         # The projection has another dtype than they under autocast only; what follows chooses its dtypes itself.
         weights = MixerWeights(*(parameter.to(dtype) for parameter in parameters))
-        device = projected_BSF.device.type
-        casts = device != "meta" and torch.is_autocast_enabled(device)
-        with torch.autocast(device, enabled=False) if casts else nullcontext():
+        with without_autocast(projected_BSF):
             if self.uses_mamba_ssm:
                 return mix_plainly(projected_BSF, weights, self.chunk_size, self.layout, scan_with_mamba_ssm)
             if torch.compiler.is_compiling():

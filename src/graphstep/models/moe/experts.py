@@ -6,7 +6,7 @@ Shapes: N rows, E experts, C rows of an expert when padded, H hidden, F width in
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -15,18 +15,26 @@ from torch.nn import functional
 
 from graphstep.config.model import ModelConfig
 from graphstep.config.moe import MoEConfig
+from graphstep.engine import torch_private
 from graphstep.errors import CaptureError, ConfigError, Problem
 from graphstep.models.initialization import WeightInitializer
 from graphstep.models.mlp import swiglu, swiglu_backward, swiglu_forward
 
 _HOPPER, _BLACKWELL = (9, 0), (10, 0)
+_PADDING = "--moe-expert-capacity-factor 1.0 --moe-pad-expert-input-to-capacity"
+_EAGER = "--cuda-graph-modules attn moe_router moe_preprocess, or --cuda-graph-policy auto"
 
 
 class Experts(nn.Module):
     """Weights of all experts of a layer and their activation; the products are those of the classes below.
 
     With SwiGLU the first F columns of ``up`` are the gate and the last F the value.
+
+    Raises:
+        ConfigError: biases were asked for, and the product has none.
     """
+
+    takes_biases: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -41,6 +49,15 @@ class Experts(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        if bias and not self.takes_biases:
+            raise ConfigError(
+                Problem(
+                    code="moe-grouped-gemm-bias",
+                    what="experts in one grouped matrix multiplication have no biases, and linear layers have them",
+                    where="--moe-grouped-gemm, --disable-bias-linear",
+                    fix="add --disable-bias-linear, or leave --moe-grouped-gemm out",
+                )
+            )
         self.rank, self.num_ranks = rank, num_ranks
 
         def allocated(*shape: int) -> nn.Parameter:
@@ -102,6 +119,8 @@ class GroupedExperts(Experts):
     On CUDA this holds in bfloat16, with H and F multiples of 8; for other types PyTorch reads the ends on the host.
     """
 
+    takes_biases: ClassVar[bool] = False
+
     def forward(self, x_NH: Tensor, ends_E: Tensor) -> Tensor:
         """See :class:`Experts`.
 
@@ -120,7 +139,18 @@ class SequentialExperts(Experts):
     """One expert after the other: the reference. Reads the ends on the host, so it cannot be captured."""
 
     def forward(self, x_NH: Tensor, ends_E: Tensor) -> Tensor:
-        """See :class:`Experts`; here rows behind the last end are zero."""
+        """See :class:`Experts`; here rows behind the last end are zero.
+
+        Raises:
+            CaptureError: under capture.
+        """
+        if not torch.compiler.is_compiling() and torch_private.capture_is_under_way():
+            raise CaptureError(
+                "experts that run one after another read on the host where the rows of each end",
+                where="SequentialExperts",
+                fix="multiply them together (--moe-grouped-gemm --disable-bias-linear --bf16); or pad them "
+                f"({_PADDING}); or leave them eager ({_EAGER})",
+            )
         ends: list[int] = ends_E.tolist()
         starts = [0, *ends[:-1]]
         parts = [
@@ -171,15 +201,6 @@ def build_experts(
     kind: type[Experts] = GroupedExperts if moe.moe_grouped_gemm else SequentialExperts
     if moe.pads_experts:
         kind = PaddedExperts
-    if kind is GroupedExperts and config.add_bias_linear:
-        raise ConfigError(
-            Problem(
-                code="moe-grouped-gemm-bias",
-                what="experts in one grouped matrix multiplication have no biases, and linear layers have them",
-                where="--moe-grouped-gemm, --disable-bias-linear",
-                fix="add --disable-bias-linear, or leave --moe-grouped-gemm out",
-            )
-        )
     inner = moe.moe_ffn_hidden_size or config.ffn_hidden_size
     bias = config.add_bias_linear
     return kind(config, num_experts, inner, bias=bias, rank=rank, num_ranks=num_ranks, device=device, dtype=dtype)
@@ -209,9 +230,7 @@ def refuse_host_reads(x_NH: Tensor, up_EHF: Tensor, down_EFH: Tensor) -> None:
         f"the widths {', '.join(map(str, widths))}; it does so on the device in bfloat16, from Hopper on, with widths "
         "that are multiples of 8",
         where="GroupedExperts",
-        fix="train in bf16 (--bf16); or pad the experts (--moe-expert-capacity-factor 1.0 "
-        "--moe-pad-expert-input-to-capacity); or leave them eager (--cuda-graph-modules attn moe_router "
-        "moe_preprocess, or --cuda-graph-policy auto)",
+        fix=f"train in bf16 (--bf16); or pad the experts ({_PADDING}); or leave them eager ({_EAGER})",
     )
 
 

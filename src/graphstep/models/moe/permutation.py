@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from graphstep.config.choices import TokenDropPolicy
+from graphstep.models.autocast import without_autocast
 
 
 class RowOrder(NamedTuple):
@@ -131,9 +132,11 @@ def combine(y_NH: Tensor, probs_TK: Tensor, order: RowOrder) -> Tensor:
 
     Dropped choices count as zero, whatever their row contains, and so do the gradients of rows without a choice.
     Weights in the dtype of the rows make it one matrix product; others, float32 for example, are multiplied in theirs.
+    Autocast changes none of this.
     """
     function: Callable[..., Tensor] = _Combine.apply
-    return function(y_NH, probs_TK, order.choices, order.tokens, order.rows, order.kept, order.filled)
+    with without_autocast(y_NH):
+        return function(y_NH, probs_TK, order.choices, order.tokens, order.rows, order.kept, order.filled)
 
 
 class _Permute(torch.autograd.Function):

@@ -16,6 +16,7 @@ from torch.nn import functional
 from graphstep.config.model import ModelConfig
 from graphstep.config.moe import MoEConfig
 from graphstep.errors import ConfigError, Problem
+from graphstep.models.autocast import without_autocast
 from graphstep.models.auxiliary_losses import GradientScale, attach_loss
 from graphstep.models.float32_buffers import Float32Buffers
 from graphstep.models.initialization import WeightInitializer
@@ -127,10 +128,10 @@ class TopKRouter(Float32Buffers):
     def _logits(self, x_TH: Tensor) -> Tensor:
         if self.training and self.jitter > 0.0:
             x_TH = x_TH * torch.empty_like(x_TH).uniform_(1.0 - self.jitter, 1.0 + self.jitter)
-        weight_EH: Tensor = self.weight
-        if self.dtype is not None:
-            x_TH, weight_EH = x_TH.to(self.dtype), weight_EH.to(self.dtype)
-        return functional.linear(x_TH, weight_EH)
+        if self.dtype is None:
+            return functional.linear(x_TH, self.weight)
+        with without_autocast(x_TH):
+            return functional.linear(x_TH.to(self.dtype), self.weight.to(self.dtype))
 
     def _choose(self, logits_TE: Tensor) -> tuple[Tensor, Tensor]:
         wide = _wide(logits_TE)
