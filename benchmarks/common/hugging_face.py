@@ -33,18 +33,20 @@ def why_no_twin(case: Case) -> str | None:
         and model.position_embedding_type == "rope"
         and model.rotary_percent == 1.0
         and not model.add_bias_linear
+        and not model.qk_layernorm
         and moe.moe_shared_expert_intermediate_size is None
         and moe.moe_router_score_function == "softmax"
         and moe.moe_router_load_balancing_type == "none"
     )
-    return None if fits else "Qwen3-MoE has RMSNorm, rope, SwiGLU, a softmax router, no biases and no shared expert"
+    has = "RMSNorm, rope, SwiGLU, a softmax router, no biases and no shared expert, and its --qk-layernorm is left out"
+    return None if fits else f"Qwen3-MoE has {has}"
 
 
 class QwenTwin(nn.Module):
     """Qwen3-MoE of transformers with the weights of ours; called as ours is: tokens and labels in, mean loss out.
 
     Experts run through its ``grouped_mm`` path, attention through scaled dot-product attention. Its normalisation of
-    queries and keys, which ours has not, is left out, so that the two compute the same.
+    queries and keys, which the cases have not, is left out, so that the two compute the same.
     """
 
     def __init__(self, case: Case) -> None:

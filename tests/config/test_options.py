@@ -20,7 +20,8 @@ SPELLINGS = """
 --num-layers --hidden-size --ffn-hidden-size --num-attention-heads --kv-channels --group-query-attention
 --num-query-groups --seq-length --max-position-embeddings --swiglu --normalization --norm-epsilon
 --position-embedding-type --rotary-base --rotary-percent --attention-dropout --hidden-dropout --disable-bias-linear
---add-qkv-bias --untie-embeddings-and-output-weights --init-method-std --make-vocab-size-divisible-by --vocab-size
+--add-qkv-bias --qk-layernorm --untie-embeddings-and-output-weights --init-method-std
+--make-vocab-size-divisible-by --vocab-size
 --micro-batch-size --global-batch-size --train-iters --lr --min-lr --lr-decay-style --lr-decay-iters --lr-warmup-iters
 --lr-warmup-fraction --lr-warmup-init --lr-wsd-decay-style --lr-wsd-decay-iters --weight-decay --clip-grad --adam-beta1
 --adam-beta2 --adam-eps --bf16 --seed --eval-interval --eval-iters --log-interval --save --load --save-interval

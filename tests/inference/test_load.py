@@ -37,8 +37,10 @@ def test_logits_equal_those_of_transformers(kind: str, tmp_path: Path) -> None:
     assert_equal_logits(theirs, save(theirs, tmp_path))
 
 
-@pytest.mark.parametrize("scope", ["none", "layer", "block"])
-@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize(
+    ("kind", "scope"),
+    [*((kind, "block") for kind in MODELS), ("qwen3", "none"), ("qwen3", "layer"), ("mixtral", "none")],
+)
 def test_greedy_tokens_equal_those_of_transformers(kind: str, scope: str, tmp_path: Path) -> None:
     theirs = build(kind)
     loaded = load_model(save(theirs, tmp_path))
@@ -165,6 +167,21 @@ def test_a_config_that_does_not_fit(changes: dict[str, Any], what: str, tmp_path
         load_model(changed(tmp_path, **changes))
     assert what in str(caught.value)
     assert str(tmp_path / "config.json") in caught.value.problems[0].where
+
+
+def test_sizes_that_transformers_would_guess(tmp_path: Path) -> None:
+    save(build("qwen3"), tmp_path)
+    with pytest.raises(ConfigError, match="num_key_value_heads, head_dim"):
+        load_model(changed(tmp_path, head_dim="left out", num_key_value_heads="left out"))
+
+
+@pytest.mark.parametrize("kind", ["llama", "mixtral"])
+def test_numbers_that_are_left_out(kind: str, tmp_path: Path) -> None:
+    import transformers
+
+    save(build(kind), tmp_path)
+    changed(tmp_path, rope_parameters="left out", rms_norm_eps="left out", hidden_act="left out")
+    assert_equal_logits(transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval(), tmp_path)
 
 
 def test_the_base_of_old_configs(tmp_path: Path) -> None:

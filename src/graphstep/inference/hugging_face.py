@@ -25,9 +25,10 @@ _ALWAYS: Final = (
     "max_position_embeddings",
 )
 _FRACTIONS: Final = ("rms_norm_eps", "rope_theta", "partial_rotary_factor")
-_USUAL_EPSILON: Final = 1e-6
+_USUAL_EPSILON: Final[Mapping[str, float]] = {"mixtral": 1e-5}
+"""What transformers takes where a configuration leaves it out; otherwise 1e-6."""
 _USUAL_THETA: Final[Mapping[str, float]] = {"mixtral": 1e6}
-"""What transformers takes where a configuration leaves it out; otherwise 10000."""
+"""Likewise; otherwise 10000."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +96,7 @@ def _translated(config: Mapping[str, Any], positions: int) -> HuggingFaceModel:
         vocab_size=config["vocab_size"],
         swiglu=True,
         normalization="RMSNorm",
-        norm_epsilon=config.get("rms_norm_eps") or _USUAL_EPSILON,
+        norm_epsilon=config.get("rms_norm_eps") or _USUAL_EPSILON.get(kind, 1e-6),
         position_embedding_type="rope",
         rotary_base=float(_rope(config).get("rope_theta") or config.get("rope_theta") or _USUAL_THETA.get(kind, 1e4)),
         attention_dropout=0.0,
@@ -121,6 +122,9 @@ def _problems(config: Mapping[str, Any], max_positions: int | None) -> Iterator[
     if kind in ("mixtral", "qwen3_moe"):
         wrong += [] if _num_experts(config) is not None else ["num_experts"]
         wrong += [] if _is_count(config.get("num_experts_per_tok")) else ["num_experts_per_tok"]
+    # Where these are left out, transformers takes numbers that suit one model of the family.
+    wrong += ["num_key_value_heads"] if kind != "llama" and "num_key_value_heads" not in config else []
+    wrong += ["head_dim"] if kind == "qwen3" and "head_dim" not in config else []
     wrong += [name for name in ("num_key_value_heads", "head_dim") if not _is_count(config.get(name) or 1)]
     wrong += [name for name in ("rope_parameters", "rope_scaling") if not isinstance(config.get(name) or {}, dict)]
     wrong += [name for name in ("layer_types", "mlp_only_layers") if not isinstance(config.get(name) or [], list)]
