@@ -101,7 +101,8 @@ class Attention(nn.Module):
         if self.query_norm is None or self.key_norm is None:
             return qkv
         q, k, v = qkv.split_with_sizes((self.num_heads, self.num_groups, self.num_groups), dim=-2)
-        return torch.cat((self.query_norm(q), self.key_norm(k), v), dim=-2)
+        # Where autocast normalises in float32, the values keep their type.
+        return torch.cat((self.query_norm(q).to(v.dtype), self.key_norm(k).to(v.dtype), v), dim=-2)
 
 
 def causal_attention(q_BSND: Tensor, k_BSGD: Tensor, v_BSGD: Tensor, *, dropout: float = 0.0) -> Tensor:
