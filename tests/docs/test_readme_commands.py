@@ -81,6 +81,8 @@ def fault_of_graphstep(words: list[str]) -> str:
         return fault_of_running(words)
     if words[0] == "generate":
         return fault_of_generate(words[1:])
+    if words[0] == "serve":
+        return fault_of_serve(words[1:])
     if words[0] not in ("train", "config"):
         return f"unknown command {words[0]}"
     try:
@@ -99,6 +101,19 @@ def fault_of_generate(words: list[str]) -> str:
         read_generate_options(words)
     except ConfigError as error:
         return str(error)
+    return ""
+
+
+def fault_of_serve(words: list[str]) -> str:
+    from graphstep.cli.serve_options import read_serve_options
+    from graphstep.errors import ConfigError
+
+    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
+        Path("key.txt").write_text("0123456789abcdef0123456789abcdef\n", encoding="utf-8")
+        try:
+            read_serve_options(words, {})
+        except ConfigError as error:
+            return str(error)
     return ""
 
 
