@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from itertools import chain, repeat
+from itertools import chain, islice, repeat
 from operator import is_
 from types import MemberDescriptorType, ModuleType
 from typing import Any, Final
@@ -22,6 +22,7 @@ from graphstep.capture.places import GONE, PLAIN, Place, join, key_name, storage
 from graphstep.capture.randomness import set_state, state_of
 from graphstep.engine import torch_private
 from graphstep.errors import CaptureError
+from graphstep.native.interface import Facts
 
 _MODULE_HOOKS: Final = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _TENSOR_HOOKS: Final = ("_backward_hooks", "_post_accumulate_grad_hooks")
@@ -109,6 +110,10 @@ class Attributes:
     def hold(self) -> bool:
         """True if surely nothing has changed. Cost: less than 0.1 microseconds an attribute or kind of hook."""
         return self._look.holds()
+
+    def add_to(self, facts: Facts) -> bool:
+        """Have the compiled part look at the same. False if it cannot."""
+        return self._look.add_to(facts)
 
     def changed(self) -> list[str]:
         """The paths of what is not as it was."""
@@ -276,6 +281,28 @@ class FastLook:
                 or all_same(self._slot_values, map(getattr, self._slot_owners, self._slot_names, repeat(GONE)))
             )
         )
+
+
+    def add_to(self, facts: Facts) -> bool:
+        """Have the compiled part look at the same. False if there is something that it never finds as it was."""
+        if not self._is_possible or self._had_hooks or self._parameters or any(value is GONE for value in self._values):
+            return False
+        for hooks in self._module_hooks:
+            facts.size(hooks, 0)
+        for owner, size in zip(self._sized, self._sizes, strict=True):
+            facts.size(owner, size)
+        for owner, name, value in zip(self._attributes, self._names, self._values, strict=True):
+            facts.entry(owner, name, value)
+        in_whole, elements = iter(self._in_whole), iter(self._elements)
+        for owner in self._whole:
+            facts.whole(owner, tuple(islice(in_whole, len(owner))))
+        for sequence in self._sequences:
+            facts.elements(sequence, tuple(islice(elements, len(sequence))))
+        for owner, name, value in zip(self._slot_owners, self._slot_names, self._slot_values, strict=True):
+            if value is GONE:
+                return False
+            facts.slot(owner, name, value)
+        return True
 
 
 @dataclass(slots=True)

@@ -118,8 +118,22 @@ class ChainRun:
         result = pair.form.of(handles[0])
         # Nobody can tell whether tensors of inference mode are as before: then each pair is called by itself.
         if stop > first + 1 and not any(map(_is_inference, tensors)):
-            Pending(self, handles, arguments, named, ambient).arm()
+            self._wait(handles, arguments, named, ambient)
         return result
+
+    def _wait(
+        self,
+        handles: list[list[Tensor]],
+        arguments: tuple[Any, ...],
+        named: dict[str, Any],
+        ambient: tuple[Any, ...],
+    ) -> None:
+        """Expect the call of the next pair."""
+        native = self.chain.relay
+        if native is None or self.copied or native.ambient != ambient:
+            Pending(self, handles, arguments, named, ambient).arm()
+        else:
+            native.relay.begin(self, self.span, self._versions, handles, arguments, named, ambient, self.first)
 
     def advance(self) -> None:
         """Run the forward half of the next pair."""
@@ -247,6 +261,8 @@ class ChainRun:
         done[0].session.settle_ahead()
         if self._before_backward is not None:
             self._before_backward(done[-1])
+        if self._is_plain(gradients):
+            return self._launch_all(gradients)
         given = self._checked(done, gradients)
         # What came after the last result with a gradient has none, and takes no part.
         num_reached = len(given)
@@ -298,6 +314,33 @@ class ChainRun:
         if first.poisons:
             for pair in done:
                 pair.poison_dead()
+        return results
+
+    def _is_plain(self, gradients: Sequence[Tensor | None]) -> bool:
+        """True if surely all backward halves are wanted, nothing has changed, and nobody has to be told."""
+        native = self.chain.relay
+        return (
+            native is not None
+            and native.has_plain_backward
+            and self.first == 0
+            and type(gradients) is tuple
+            and not any(tensor._version != version for tensor, version, _ in self._read)
+            and native.relay.holds_backward(self._versions, gradients)
+        )
+
+    def _launch_all(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Launch all backward halves; see :meth:`backward`."""
+        native = self.chain.relay
+        if native is None:
+            raise LifecycleError("there is nothing to launch", where=self.chain.pairs[0].region.name)
+        self._has_run = True
+        first, last = self.chain.pairs[0], self.chain.pairs[-1]
+        last.load_output_gradients(gradients[len(gradients) - len(last.outputs) :], is_chained=False)
+        native.relay.launch_backward()
+        wanted = [g for g, tensor in zip(first.grad_inputs, first.inputs, strict=True) if tensor.requires_grad]
+        # Whoever receives a gradient may keep it, and the static one is overwritten by the next backward half.
+        results = [None if g is None else g.clone() for g in (*wanted, *first.exposed_gradients)]
+        self.close()
         return results
 
     def _checked(self, pairs: Sequence[GraphPair], gradients: Sequence[Tensor | None]) -> list[Sequence[Tensor | None]]:
