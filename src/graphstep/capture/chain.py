@@ -111,6 +111,12 @@ class Chain:
             stop += 1
         return self.pairs[index:stop]
 
+    def landmarks(self, first: int) -> list[Tensor]:
+        """Of each pair from there on a parameter, so that a backward pass towards parameters alone comes by."""
+        if self.relay is not None:
+            return self.relay.relay.landmarks(first)
+        return [found for found in (pair.landmark for pair in self.pairs[first:]) if found is not None]
+
     def read_ahead(self, index: int) -> ReadAhead | None:
         """What the pairs read that the forward half of ``index`` launches, itself first.
 

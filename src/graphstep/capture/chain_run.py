@@ -99,15 +99,14 @@ class ChainRun:
         stop = len(chain.pairs)
         wanted = [tensor for tensor in tensors if tensor.requires_grad]
         # Of each pair one parameter: so that a backward pass towards parameters alone comes by here, and is refused.
-        landmarks = [each.landmark for each in chain.pairs[first:stop]]
-        reached = [parameter for parameter in landmarks if parameter is not None]
+        reached = chain.landmarks(first)
         self.num_landmarks = len(reached)
         self._is_open = True
         for lane, span in self._reads:
             lane.enter(span)
         chain.lane.enter(self.span)
         leaves = (*wanted, *pair.exposed, *reached, chain.anchor)
-        flat: tuple[Tensor, ...] = Replay.apply(self, stop, loaded or tensors, *leaves)  # type: ignore[no-untyped-call]
+        flat: tuple[Tensor, ...] = _apply(self, stop, loaded or tensors, *leaves)
         self._note(first, pair)
         self._read = [(pair.inputs[n], pair.inputs[n]._version, n in pair.saved_inputs) for n in pair.chained]
         handles: list[list[Tensor]] = []
@@ -193,6 +192,8 @@ class ChainRun:
         pairs[0].launch_forward()
         self._note_launch(self.first)
         self.copied = frozenset(index for index, pair in enumerate(pairs, self.first) if pair.copies_results)
+        if not self.copied and self.chain.relay is not None:
+            return self.chain.relay.relay.results(self.first)
         made = [
             torch.empty_like(output) if index in self.copied else output.detach()
             for index, pair in enumerate(pairs, self.first)
@@ -512,3 +513,6 @@ class Replay(torch.autograd.Function):
         run: ChainRun = ctx.run
         run.check_backward(ctx.next_functions[-1][0])
         return (None, None, None, *run.backward(gradients), *([None] * run.num_landmarks), None)
+
+
+_apply: Final = torch_private.apply_of(Replay)

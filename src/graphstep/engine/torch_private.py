@@ -302,6 +302,12 @@ def process_answers(
     )
 
 
+def apply_of(function: type[torch.autograd.Function]) -> Callable[..., Any]:
+    """``function.apply`` without its preparations for ``torch.func``: for calls outside of transforms."""
+    plain = getattr(super(torch.autograd.Function, function), "apply", None)
+    return plain if plain is not None else function.apply
+
+
 def graph_launcher(graph: torch.cuda.CUDAGraph) -> Callable[[], object]:
     """What launches a graph, without the Python around it where torch has some."""
     base = getattr(torch._C, "_CUDAGraph", None)

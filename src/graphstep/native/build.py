@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import importlib.machinery
 import importlib.util
@@ -10,7 +11,6 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-import tempfile
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -27,6 +27,12 @@ _CHOICES: Final = ("auto", "off", "required")
 _NAME: Final = "fast_path"
 _SOURCE: Final = Path(__file__).with_name(f"{_NAME}.cpp")
 _MOST_SECONDS: Final = 300.0
+_IN_BACKGROUND: Final = """
+(
+  if "$@" > "$MADE.log" 2>&1; then mv -f "$MADE" "$TARGET"; rm -f "$MADE.log"
+  else mv -f "$MADE.log" "$FAILED"; rm -f "$MADE"; fi
+) &
+"""
 _FLAGS: Final = ("-O2", "-std=c++20", "-fPIC", "-shared", "-w")
 
 
@@ -49,8 +55,8 @@ class Build:
         self.why_not = ""
         """Why it is out of reach; empty while it is not."""
         self._module: FastPath | None = None
-        self._process: subprocess.Popen[bytes] | None = None
-        self._made: Path | None = None
+        self._compiler: str | None = None
+        self._environment = dict(environment)
         self._target: Path | None = None
         self._since = time.monotonic()
         if self._choice not in _CHOICES:
@@ -92,61 +98,69 @@ class Build:
         return self._module
 
     def _begin(self, environment: Mapping[str, str]) -> None:
-        compiler = _compiler(environment)
+        self._compiler = _compiler(environment)
         folder = _cache_folder(environment)
         headers = Path(sysconfig.get_paths()["include"], "Python.h")
         if folder is None:
             self.why_not = "there is no home folder for a cache"
             return
-        self._target = folder / _fingerprint(compiler) / f"{_NAME}{importlib.machinery.EXTENSION_SUFFIXES[0]}"
+        self._target = folder / _fingerprint(self._compiler) / f"{_NAME}{importlib.machinery.EXTENSION_SUFFIXES[0]}"
         if self._target.exists():
             return
-        if compiler is None:
+        if self._compiler is None:
             self.why_not = "no C++ compiler was found (c++, g++, or CXX in the environment)"
         elif not headers.exists():
             self.why_not = "the headers of Python are not installed (Python.h)"
         else:
-            self._compile(compiler)
+            self._look()
 
-    def _compile(self, compiler: str) -> None:
-        target = cast(Path, self._target)
+    def _compile(self) -> None:
+        """Start the compiler in the background, unless somebody's is running: it has the lock as long as it runs.
+
+        It goes on when this process ends; the next one has use for what it makes.
+        """
+        target, compiler = cast(Path, self._target), cast(str, self._compiler)
+        made = target.with_name(f"made-{os.getpid()}.so")
         try:
             target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-            handle, name = tempfile.mkstemp(suffix=".so", dir=target.parent)
-            os.close(handle)
-            self._made = Path(name)
-            log = self._made.with_suffix(".log")
-            with log.open("wb") as output:
-                self._process = subprocess.Popen(_command(compiler, self._made), stdout=output, stderr=output)
-        except OSError as error:
-            self.why_not = f"{target.parent}: {error.strerror or error}"
+            with (target.parent / "lock").open("ab") as lock:
+                try:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except OSError:
+                    return
+                if target.exists():
+                    return
+                subprocess.run(
+                    ["/bin/sh", "-c", _IN_BACKGROUND, "sh", *_command(compiler, made)],
+                    env={**self._environment, "MADE": str(made), "TARGET": str(target), "FAILED": str(self._failed())},
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    stderr=subprocess.DEVNULL,
+                    pass_fds=(lock.fileno(),),
+                    start_new_session=True,
+                    check=True,
+                )
+        except (OSError, subprocess.SubprocessError) as error:
+            self.why_not = f"{target.parent}: {error}"
 
     def _look(self) -> None:
-        if self._process is not None:
-            code = self._process.poll()
-            if code is None and time.monotonic() - self._since < _MOST_SECONDS:
-                return
-            self._finish(code)
-        if not self.why_not:
+        if cast(Path, self._target).exists():
             self._load()
-
-    def _finish(self, code: int | None) -> None:
-        process, self._process = self._process, None
-        made = cast(Path, self._made)
-        log = made.with_suffix(".log")
-        if code is None and process is not None:
-            process.kill()
-            process.wait()
+        elif self._failed().exists():
+            self.why_not = self._what_failed()
+        elif time.monotonic() - self._since > _MOST_SECONDS:
             self.why_not = f"the compiler took longer than {_MOST_SECONDS:.0f} s"
-        elif code != 0:
-            lines = log.read_text(errors="replace").strip().splitlines()
-            errors = [line for line in lines if "error" in line] or lines
-            self.why_not = f"the compiler failed: {errors[0][:300] if errors else f'exit code {code}'}"
         else:
-            # Several processes may build at once; each puts a whole file there, and they are the same.
-            os.replace(made, cast(Path, self._target))
-        made.unlink(missing_ok=True)
-        log.unlink(missing_ok=True)
+            self._compile()
+
+    def _failed(self) -> Path:
+        """What the compiler said where it failed. Nobody tries again."""
+        return cast(Path, self._target).with_name("failed.log")
+
+    def _what_failed(self) -> str:
+        lines = self._failed().read_text(errors="replace").strip().splitlines()
+        errors = [line for line in lines if "error" in line] or lines
+        return f"the compiler failed ({self._failed()}): {errors[0][:300] if errors else 'it said nothing'}"
 
     def _load(self) -> None:
         target = str(self._target)
@@ -163,17 +177,6 @@ class Build:
                 self.why_not = f"{target} cannot be loaded: {error}"
                 return
         self._module = cast(FastPath, cast(Any, loaded))
-
-    def close(self) -> None:
-        """Stop a build that is under way. May be called twice."""
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait()
-            self._process = None
-            self.why_not = "the build was stopped"
-            made = cast(Path, self._made)
-            made.unlink(missing_ok=True)
-            made.with_suffix(".log").unlink(missing_ok=True)
 
 
 def _compiler(environment: Mapping[str, str]) -> str | None:

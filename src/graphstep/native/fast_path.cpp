@@ -14,6 +14,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <exception>
 #include <new>
 #include <utility>
 #include <vector>
@@ -598,6 +599,48 @@ PyObject* relay_holds_backward(PyObject* object, PyObject* arguments) {
   Py_RETURN_TRUE;
 }
 
+// landmarks(first): of each step from there on, a parameter whose gradient its backward half accumulates, without hooks
+// that autograd would run.
+PyObject* relay_landmarks(PyObject* object, PyObject* first) {
+  auto& value = reinterpret_cast<Relay*>(object)->value;
+  Py_ssize_t start = PyLong_AsSsize_t(first);
+  if (start == -1 && PyErr_Occurred()) return nullptr;
+  PyObject* found = PyList_New(0);
+  for (size_t i = static_cast<size_t>(start); found != nullptr && i < value.steps.size(); ++i) {
+    const auto& accumulated = value.steps[i].accumulated;
+    if (!accumulated.empty() && !has_post_hooks(accumulated[0]) && PyList_Append(found, accumulated[0]) != 0)
+      Py_CLEAR(found);
+  }
+  return found;
+}
+
+// results(first): tensors over the outputs of each step from there on, without a history.
+PyObject* relay_results(PyObject* object, PyObject* first) {
+  auto& value = reinterpret_cast<Relay*>(object)->value;
+  Py_ssize_t start = PyLong_AsSsize_t(first);
+  if (start == -1 && PyErr_Occurred()) return nullptr;
+  size_t size = 0;
+  for (size_t i = static_cast<size_t>(start); i < value.steps.size(); ++i) size += value.steps[i].outputs.size();
+  PyObject* found = PyTuple_New(static_cast<Py_ssize_t>(size));
+  Py_ssize_t at = 0;
+  try {
+    for (size_t i = static_cast<size_t>(start); found != nullptr && i < value.steps.size(); ++i) {
+      for (PyObject* output : value.steps[i].outputs) {
+        PyObject* made = THPVariable_Wrap(THPVariable_Unpack(output).detach());
+        if (made == nullptr) {
+          Py_CLEAR(found);
+          break;
+        }
+        PyTuple_SET_ITEM(found, at++, made);
+      }
+    }
+  } catch (const std::exception& error) {
+    Py_CLEAR(found);
+    PyErr_SetString(PyExc_RuntimeError, error.what());
+  }
+  return found;
+}
+
 bool launch(PyObject* function, PyObject* stats) {
   PyObject* nothing = PyObject_CallNoArgs(function);
   if (nothing == nullptr) return false;
@@ -845,6 +888,8 @@ PyMethodDef relay_methods[] = {
     {"home", relay_home, METH_VARARGS, "home(leaf, shown, address, is_main): where a gradient lives."},
     {"handover", relay_handover, METH_VARARGS, "handover(place, output): an argument that is a result of the one before."},
     {"begin", relay_begin, METH_VARARGS, "begin(run, span, versions, handles, arguments, named, ambient, first)"},
+    {"landmarks", relay_landmarks, METH_O, "landmarks(first): parameters whose gradients tell which pass it is."},
+    {"results", relay_results, METH_O, "results(first): tensors over the outputs of all steps from there on."},
     {"holds_backward", relay_holds_backward, METH_VARARGS, "holds_backward(versions, gradients) -> bool"},
     {"launch_backward", relay_launch_backward, METH_NOARGS, "launch_backward(): launch all backward halves, last first."},
     {nullptr, nullptr, 0, nullptr}};

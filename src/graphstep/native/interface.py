@@ -80,6 +80,12 @@ class Relay(Protocol):
     ) -> None:
         """Expect the step after ``first``, which has just run."""
 
+    def landmarks(self, first: int, /) -> list[Tensor]:
+        """Of each step from there on a parameter that its backward half gives a gradient, if autograd runs no hooks."""
+
+    def results(self, first: int, /) -> tuple[Tensor, ...]:
+        """Tensors over the outputs of each step from there on, without a history."""
+
     def holds_backward(self, versions: list[list[int]], gradients: tuple[Tensor | None, ...], /) -> bool:
         """True if surely all backward halves may run for gradients of the last step's results alone."""
 

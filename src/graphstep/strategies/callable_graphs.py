@@ -65,6 +65,15 @@ class CapturedCallable:
     pending: Pending | None = None
     """Never one: each call begins a run of its own."""
 
+    def expect(self, pending: Pending) -> None:
+        """Wait for this call."""
+        self.pending = pending
+
+    def expect_nothing(self) -> None:
+        """End the run that waits for this call."""
+        if self.pending is not None:
+            self.pending.drop()
+
     def note(self) -> None:
         """Before the capture: note what Python reads."""
         named = {id(m): (path, m) for prefix, root in self.roots for path, m in root.named_modules(prefix=prefix)}

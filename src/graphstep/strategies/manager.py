@@ -416,7 +416,6 @@ class CudaGraphManager:
     def close(self) -> None:
         """Put the modules' own ``forward`` back and free the graphs. May be called twice."""
         self._put_back()
-        self._build.close()
         self.session.close()
 
     def _put_back(self) -> None:

@@ -59,6 +59,7 @@ def _add_step(fast: FastPath, relay: Relay, chain: Chain, index: int, calls: Reg
         if read is None or read.has_others:
             return False
         reads = read.owned(index - start)
+    given = tuple(gradient is not None for gradient in pair.grad_outputs)  # Asked of the last one only.
     relay.step(
         facts,
         calls,
@@ -74,7 +75,7 @@ def _add_step(fast: FastPath, relay: Relay, chain: Chain, index: int, calls: Reg
         tuple(reads),
         tuple(pair.trained),
         tuple(pair.accumulated),
-        tuple(gradient is not None for gradient in pair.grad_outputs),
+        given if len(given) == len(pair.outputs) else (False,) * len(pair.outputs),
     )
     return True
 
