@@ -159,7 +159,8 @@ def _read_samples(
     arguments = list(sample_args) if isinstance(sample_args, (tuple, list)) else None
     if arguments is None or not all(isinstance(each, (tuple, list)) for each in arguments):
         what = "it has to be a tuple of arguments for one callable, and a tuple of such tuples for several"
-        problems.append(_problem("sample_args", what, "write (x,) for a single argument"))
+        fix = "write (x,) for a single argument, and ((x,), (y,)) for two callables or microbatches"
+        problems.append(_problem("sample_args", what, fix))
         return []
     if sample_kwargs is None or isinstance(sample_kwargs, Mapping):
         named = [dict(sample_kwargs or {}) for _ in range(num_samples)]
