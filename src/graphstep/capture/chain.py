@@ -75,6 +75,7 @@ class Chain:
 
     _look: QuickLook | None = None
     _read: dict[int, ReadAhead | None] = field(default_factory=dict)
+    _not_differentiable: dict[tuple[int, int], list[int]] = field(default_factory=dict)
 
     def has_hooks(self, pairs: Sequence[GraphPair]) -> bool:
         """True if a parameter of these may have a hook on its gradient."""
@@ -110,6 +111,15 @@ class Chain:
         while stop < len(self.pairs) and self.pairs[stop].forward is None:
             stop += 1
         return self.pairs[index:stop]
+
+    def not_differentiable(self, first: int, stop: int) -> list[int]:
+        """Positions, among the results of these pairs, of those without a gradient."""
+        found = self._not_differentiable.get((first, stop))
+        if found is None:
+            flags = [wanted for pair in self.pairs[first:stop] for wanted in pair.differentiable]
+            found = [position for position, wanted in enumerate(flags) if not wanted]
+            self._not_differentiable[first, stop] = found
+        return found
 
     def landmarks(self, first: int) -> list[Tensor]:
         """Of each pair from there on a parameter, so that a backward pass towards parameters alone comes by."""

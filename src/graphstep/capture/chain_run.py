@@ -15,6 +15,13 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from graphstep.capture.backward_refusals import (
+    refuse_frozen,
+    refuse_if_partial,
+    refuse_if_spoilt,
+    refuse_new_hooks,
+    refuse_second_derivatives,
+)
 from graphstep.capture.chain import Chain
 from graphstep.capture.graph_pair import GraphPair
 from graphstep.capture.kept_state import KeptState
@@ -211,8 +218,7 @@ class ChainRun:
 
     def not_differentiable(self, stop: int) -> list[int]:
         """Positions, among the results of :meth:`forward`, of those without a gradient."""
-        flags = [wanted for pair in self.chain.pairs[self.first : stop] for wanted in pair.differentiable]
-        return [position for position, wanted in enumerate(flags) if not wanted]
+        return self.chain.not_differentiable(self.first, stop)
 
     def check_backward(self, node: Any) -> None:
         """Refuse a backward that the recordings cannot give.
@@ -274,7 +280,7 @@ class ChainRun:
         for start, stop in graphs:
             if stop - start == 1 and stop < num_reached and pairs[start].takes_all_gradients:
                 continue  # One pair alone, whose gradients the next one leaves in place.
-            _refuse_if_partial(pairs[start:stop], given[start:stop], is_last=stop == len(pairs))
+            refuse_if_partial(pairs[start:stop], given[start:stop], is_last=stop == len(pairs))
         again = _computed_again(pairs, graphs, given)
         self._refuse_other_state(again, graphs)
         replayed = [pair for start, stop in graphs if start not in again for pair in pairs[start:stop]]
@@ -353,15 +359,15 @@ class ChainRun:
             position += len(pair.outputs)
             if pair.versions() != versions:
                 handed = [output for _, output in self.chain.handover] if pair is not pairs[-1] else ()
-                _refuse_if_spoilt(pair, versions, handed)
+                refuse_if_spoilt(pair, versions, handed)
         if any(is_saved and tensor._version != version for tensor, version, is_saved in self._read):
             raise LifecycleError(
                 "an argument was changed in place, and the backward needs it as it was",
                 where=pairs[0].region.name,
                 fix="use an operation that makes a new tensor, such as x + y instead of x.add_(y)",
             )
-        _refuse_frozen(pairs)
-        _refuse_new_hooks(pairs, self.chain.has_hooks(pairs))
+        refuse_frozen(pairs)
+        refuse_new_hooks(pairs, self.chain.has_hooks(pairs))
         return given
 
     def _refuse_other_state(self, again: Collection[int], graphs: Sequence[tuple[int, int]]) -> None:
@@ -391,24 +397,6 @@ class ChainRun:
         self.close()
 
 
-def refuse_second_derivatives(where: str) -> None:
-    """Refuse a backward under ``create_graph=True``.
-
-    Gradients that a replay gives have no history: a loss that is made of them would lose a part in silence.
-
-    Raises:
-        LifecycleError: second derivatives are wanted.
-    """
-    if torch.is_grad_enabled():
-        raise LifecycleError(
-            "a backward that can be differentiated again was asked for (create_graph=True), and a captured "
-            "backward gives no second derivatives",
-            where=where,
-            fix="leave this module out of the captured ones; or call backward without create_graph, if its "
-            "gradients are not differentiated",
-        )
-
-
 def _computed_again(
     pairs: Sequence[GraphPair], graphs: Sequence[tuple[int, int]], given: Sequence[Sequence[Tensor | None]]
 ) -> set[int]:
@@ -431,64 +419,6 @@ def _computed_again(
 def _sources(chain: Chain, first: int) -> Iterable[GraphPair]:
     pair = chain.pairs[first]
     return pair.sources() if pair.chained else ()
-
-
-def _refuse_frozen(pairs: Sequence[GraphPair]) -> None:
-    frozen = [pair.region.name for pair in pairs if not all(map(_wants_gradient, pair.trained))]
-    if frozen:
-        raise LifecycleError(
-            "parameters were frozen (requires_grad_(False)) between the forward and the backward; the captured "
-            "backward would give them gradients",
-            where=", ".join(frozen),
-            fix="freeze them before the forward, or after the backward",
-        )
-
-
-def _refuse_new_hooks(pairs: Sequence[GraphPair], has_hooks: bool) -> None:
-    named = [pair.region.name for pair in pairs if pair.has_new_hook()] if has_hooks else []
-    if named:
-        raise LifecycleError(
-            "a parameter got a hook on its gradient between the forward and the backward; the captured backward does "
-            "not run it",
-            where=", ".join(named),
-            fix="register hooks before the forward",
-        )
-
-
-def _refuse_if_spoilt(pair: GraphPair, versions: Sequence[int], read_by_next: Collection[int]) -> None:
-    now = pair.versions()
-    if any(now[index] != versions[index] for index in pair.shared_results):
-        raise LifecycleError(
-            "a result was changed in place that shares memory with another result; the captured backward does not know "
-            "what that does to the gradient of the other one",
-            where=pair.region.name,
-            fix="return results with memory of their own (such as y[:2].clone()), or change a clone",
-        )
-    if pair.spoilt(versions, read_by_next):
-        raise LifecycleError(
-            "a result was changed in place, and the backward needs it as it was",
-            where=pair.region.name,
-            fix="use an operation that makes a new tensor, such as x + y instead of x.add_(y)",
-        )
-
-
-def _refuse_if_partial(graph: Sequence[GraphPair], given: Sequence[Sequence[Tensor | None]], *, is_last: bool) -> None:
-    if all(pair.runs_again for pair in graph):
-        return
-    if len(graph) > 1 or graph[-1].backward is None:
-        if is_partial(graph, given, is_chained=not is_last):
-            raise LifecycleError(
-                "a result inside a graph of several layers was used by itself, and they cannot be computed again",
-                where=graph[-1].region.name,
-                fix="launch each layer by itself: --cuda-graph-merge-layers 1 (merge_layers=1)",
-            )
-    elif graph[-1].gets_unknown(given[-1]):
-        raise LifecycleError(
-            "a result has a gradient that had none in the first step, and this region, which draws random numbers or "
-            "changes state, cannot be computed again",
-            where=graph[-1].region.name,
-            fix="use all results of the region in the first step's loss",
-        )
 
 
 class Replay(torch.autograd.Function):

@@ -279,7 +279,7 @@ def weights_are_cached() -> bool:
 
 
 def thread_answers(device_type: str) -> tuple[tuple[Callable[..., Any], tuple[Any, ...], Any], ...]:
-    """Functions, arguments and answers that say: nobody takes what autograd saves, no weights are cached, no capture."""
+    """Functions, arguments, answers: nobody takes what autograd saves, no weights are cached, nothing is captured."""
     top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
     capturing = getattr(torch._C, "_cuda_isCurrentStreamCapturing", torch.cuda.is_current_stream_capturing)
     return (
@@ -287,6 +287,11 @@ def thread_answers(device_type: str) -> tuple[tuple[Callable[..., Any], tuple[An
         *(((top, (True,), None),) if top is not None else ()),
         *(((capturing, (), False),) if device_type == "cuda" else ()),
     )
+
+
+def unwrapped_answers() -> tuple[tuple[Callable[..., Any], tuple[Any, ...], Any], ...]:
+    """The same for calls that may come from anywhere: no capture, and no transform that sees through no replay."""
+    return ((capture_is_under_way, (), False), (transforms_are_active, (), False))
 
 
 def process_answers(

@@ -25,8 +25,10 @@ VARIABLE: Final = "GRAPHSTEP_FAST_PATH"
 """``auto`` (default): build it while the program runs, use it when it is there. ``off``. ``required``: wait for it."""
 _CHOICES: Final = ("auto", "off", "required")
 _NAME: Final = "fast_path"
-_SOURCE: Final = Path(__file__).with_name(f"{_NAME}.cpp")
+_FOLDER: Final = Path(__file__).parent
+_SOURCES: Final = ("facts.hpp", "relay.hpp", "passage.hpp", f"{_NAME}.cpp")
 _MOST_SECONDS: Final = 300.0
+_SECONDS_BETWEEN_LOOKS: Final = 0.2
 _IN_BACKGROUND: Final = """
 (
   if "$@" > "$MADE.log" 2>&1; then mv -f "$MADE" "$TARGET"; rm -f "$MADE.log"
@@ -59,6 +61,7 @@ class Build:
         self._environment = dict(environment)
         self._target: Path | None = None
         self._since = time.monotonic()
+        self._next_look = self._since
         if self._choice not in _CHOICES:
             raise CaptureError(
                 f"{VARIABLE}={environment[VARIABLE]!r} is not one of {', '.join(_CHOICES)}",
@@ -144,6 +147,10 @@ class Build:
             self.why_not = f"{target.parent}: {error}"
 
     def _look(self) -> None:
+        now = time.monotonic()
+        if now < self._next_look:
+            return
+        self._next_look = now + _SECONDS_BETWEEN_LOOKS
         if cast(Path, self._target).exists():
             self._load()
         elif self._failed().exists():
@@ -174,6 +181,7 @@ class Build:
                 spec.loader.exec_module(loaded)
                 sys.modules[spec.name] = loaded
             except ImportError as error:
+                cast(Path, self._target).unlink(missing_ok=True)  # Another process may make a better one.
                 self.why_not = f"{target} cannot be loaded: {error}"
                 return
         self._module = cast(FastPath, cast(Any, loaded))
@@ -194,7 +202,7 @@ def _cache_folder(environment: Mapping[str, str]) -> Path | None:
 
 
 def _fingerprint(compiler: str | None) -> str:
-    facts = (_SOURCE.read_text(), torch.__version__, sys.version, sysconfig.get_platform(), compiler or "", *_FLAGS)
+    facts = (*((_FOLDER / name).read_text() for name in _SOURCES), torch.__version__, sys.version, sysconfig.get_platform(), compiler or "", *_FLAGS)
     return hashlib.sha256("\0".join(map(str, facts)).encode()).hexdigest()[:16]
 
 
@@ -209,7 +217,7 @@ def _command(compiler: str, made: Path) -> list[str]:
         *_FLAGS,
         old_strings,
         *(f"-I{folder}" for folder in headers),
-        str(_SOURCE),
+        str(_FOLDER / _SOURCES[-1]),
         "-o",
         str(made),
         f"-L{base / 'lib'}",

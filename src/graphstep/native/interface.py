@@ -26,9 +26,7 @@ class Facts(Protocol):
     def size(self, owner: Any, number: int, /) -> None:
         """The container has so many entries."""
 
-    def tensor(
-        self, tensor: Tensor, address: int, requires_grad: int, has_no_hooks: bool, has_layout: bool, /
-    ) -> None:
+    def tensor(self, tensor: Tensor, address: int, requires_grad: int, has_no_hooks: bool, has_layout: bool, /) -> None:
         """The tensor lies there; it requires grad (1) or not (0) or either (-1); its sizes and strides are as now."""
 
     def answer(self, function: Callable[..., Any], arguments: tuple[Any, ...], expected: Any, /) -> None:
@@ -106,5 +104,3 @@ class FastPath(Protocol):
         self, fallback: Callable[..., Any], resume: Callable[..., None], takes_first: bool, /
     ) -> Call:
         """Not expected yet."""
-
-

@@ -8,14 +8,49 @@ from typing import Any
 from torch import Tensor
 
 from graphstep.capture.ambient import AmbientState
+from graphstep.capture.attributes import Attributes
 from graphstep.capture.chain import Chain, NativeRelay
 from graphstep.capture.graph_pair import GraphPair
 from graphstep.capture.graph_triple import GraphTriple
+from graphstep.capture.manifest import Watched
 from graphstep.capture.merged_backward import by_graph
 from graphstep.capture.region import Region
 from graphstep.engine import kernel_switches, torch_private
-from graphstep.native.interface import FastPath, Relay
+from graphstep.errors import LifecycleError
+from graphstep.native.interface import Call, Facts, FastPath, Relay
 from graphstep.strategies.local_calls import RegionCalls
+
+
+def add_backward(fast: FastPath, chain: Chain) -> None:
+    """Give a chain of one pair its relay: for its backward, and for the tensors that it hands out."""
+    chain.relay = None
+    pair = chain.pairs[0]
+    if len(chain.pairs) == 1 and _is_common(pair):
+        relay = fast.Relay(chain.lane)
+        nobody = fast.Call(_never, _never, False)
+        _describe(relay, chain, 0, (fast.Facts(), None, nobody), ())
+        chain.relay = NativeRelay(relay, pair.signature.ambient.key, _add_homes(relay, chain))
+
+
+def callable_facts(fast: FastPath, pair: GraphPair, attributes: Attributes | None, watched: Watched) -> Facts | None:
+    """All that has to be as it was for the forward half of a pair alone, but its arguments; ``None`` if unknown."""
+    facts = fast.Facts()
+    if isinstance(pair, GraphTriple):
+        return None
+    if (attributes is not None and not attributes.add_to(facts)) or not _add_modes(facts, pair):
+        return None
+    watched.fast.add_to(facts, has_layouts=True)
+    for module, is_training in zip(pair.region.modules, pair.signature.training, strict=True):
+        facts.entry(module.__dict__, "training", is_training)
+    for parameter in pair.accumulated:
+        facts.tensor(parameter, parameter.data_ptr(), -1, True, False)
+    for function, arguments, expected in torch_private.unwrapped_answers():
+        facts.answer(function, arguments, expected)
+    return facts
+
+
+def _never(*_arguments: Any, **_named: Any) -> None:
+    raise LifecycleError("a relay of one step was called", fix="call the module")
 
 
 def add_relay(fast: FastPath, chain: Chain, regions: Mapping[Region, RegionCalls]) -> None:
@@ -23,7 +58,10 @@ def add_relay(fast: FastPath, chain: Chain, regions: Mapping[Region, RegionCalls
     chain.relay = None
     pairs = chain.pairs
     ambient = pairs[0].signature.ambient
-    if len(pairs) < 2 or not all(map(_is_common, pairs)) or any(pair.signature.ambient != ambient for pair in pairs):
+    if len(pairs) < 2:
+        add_backward(fast, chain)
+        return
+    if not all(map(_is_common, pairs)) or any(pair.signature.ambient != ambient for pair in pairs):
         return
     relay = fast.Relay(chain.lane)
     for place, output in chain.handover:
@@ -59,11 +97,17 @@ def _add_step(fast: FastPath, relay: Relay, chain: Chain, index: int, calls: Reg
         if read is None or read.has_others:
             return False
         reads = read.owned(index - start)
+    _describe(relay, chain, index, (facts, calls, entry), reads)
+    return True
+
+
+def _describe(
+    relay: Relay, chain: Chain, index: int, called: tuple[Facts, RegionCalls | None, Call], reads: Sequence[Tensor]
+) -> None:
+    pair = chain.pairs[index]
     given = tuple(gradient is not None for gradient in pair.grad_outputs)  # Asked of the last one only.
     relay.step(
-        facts,
-        calls,
-        entry,
+        *called,
         pair,
         pair.stats,
         None if pair.forward is None else pair.forward.launcher(),
@@ -77,7 +121,6 @@ def _add_step(fast: FastPath, relay: Relay, chain: Chain, index: int, calls: Reg
         tuple(pair.accumulated),
         given if len(given) == len(pair.outputs) else (False,) * len(pair.outputs),
     )
-    return True
 
 
 def _add_homes(relay: Relay, chain: Chain) -> bool:
@@ -90,7 +133,7 @@ def _add_homes(relay: Relay, chain: Chain) -> bool:
     )
 
 
-def _add_modes(facts: Any, pair: GraphPair) -> bool:
+def _add_modes(facts: Facts, pair: GraphPair) -> bool:
     """The modes around the call, and what else has to be so in the thread and the process."""
     ambient: AmbientState = pair.signature.ambient
     switches = kernel_switches.readers(ambient.attention_backends, ambient.backend_flags)
@@ -105,5 +148,3 @@ def _add_modes(facts: Any, pair: GraphPair) -> bool:
     for function, arguments, expected in (*of_process, *torch_private.thread_answers(device.device.type)):
         facts.answer(function, arguments, expected)
     return True
-
-
