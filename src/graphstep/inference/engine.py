@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import logging
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -18,13 +19,13 @@ from graphstep.errors import ConfigError, InputMismatchError, LifecycleError, Pr
 from graphstep.inference.attention import attention_for
 from graphstep.inference.blocks import BlockPool
 from graphstep.inference.cache import CacheShape, InferenceCache
+from graphstep.inference.draws import DrawReader, PendingDraws
 from graphstep.inference.engine_config import EngineConfig
 from graphstep.inference.memory import cache_blocks
 from graphstep.inference.metadata import StepMetadata
 from graphstep.inference.model_steps import ModelSteps
 from graphstep.inference.requests import FinishReason, Output, Request, SamplingParams
 from graphstep.inference.runner import StepRunner
-from graphstep.inference.sampling import HostDraws, sample, unpack
 from graphstep.inference.scheduler import Scheduler, SchedulerCounts
 from graphstep.inference.step import Step
 from graphstep.inference.streams import TokenStream
@@ -62,8 +63,21 @@ class WeightUpdate:
     """Running requests whose keys and values are computed again."""
 
 
+@dataclass(slots=True)
+class _Launched:
+    """A step that the device computes, or has computed."""
+
+    step: Step
+    draws: PendingDraws
+
+
 class DynamicEngine:
     """Generates tokens for requests that join and leave a running batch.
+
+    With `EngineConfig.async_scheduling` the next step is launched before the tokens of this one are read: they go from
+    step to step on the device, and the host works while it computes. A request that ends with a token has then been
+    given one more, which is thrown away. What `step` returns, and every token, is as without it; but between two calls
+    the device may be computing, so that weights are changed within `weight_update`.
 
     Not safe for several threads. The model is read only; it has to be in evaluation mode when a step runs. What the
     graphs read (weights, cache, step description) stays at its address; weights that moved are refused by name.
@@ -111,6 +125,7 @@ class DynamicEngine:
             scope=self.config.scope,
             ladder=self.config.ladder(self.limits, has_states=steps.has_states),
             limits=self.limits,
+            vocabulary=self._vocabulary,
             num_warmup_runs=self.config.num_warmup_runs,
             is_required=self.config.is_required,
         )
@@ -122,7 +137,12 @@ class DynamicEngine:
             seed=self.config.seed,
             matcher=self._runner.matcher if options.inference_cuda_graph_all_prefills else None,
             vocabulary=self._vocabulary,
+            most_in_flight=2 if self.config.async_scheduling else 1,
         )
+        self._reader = DrawReader(self.limits.max_requests, device)
+        self._launched: deque[_Launched] = deque()
+        self._kept: list[Output] = []
+        """What steps gave that were read outside of `step`, which returns it later."""
         self._streams: dict[int, TokenStream] = {}
         self._state = EngineState.READY
         if self.config.captures_at_start:
@@ -139,8 +159,8 @@ class DynamicEngine:
 
     @property
     def has_work(self) -> bool:
-        """Is there a request that is not finished?"""
-        return self._scheduler.has_work
+        """Has `step` something to compute or to return?"""
+        return self._scheduler.has_work or bool(self._kept)
 
     @property
     def num_running(self) -> int:
@@ -187,8 +207,9 @@ class DynamicEngine:
         """End a request early; its blocks are free at once. An open stream of it ends with this reason."""
         if request.is_finished:
             return
-        if self._scheduler.end(request, reason):
-            self._hand_out([Output(request, None, finish_reason=reason)])
+        self._scheduler.end(request, reason)
+        self._hand_out([Output(request, None, finish_reason=reason)])
+        self._drop_surplus()
 
     def step(self) -> list[Output]:
         """Compute one step for as many requests as fit.
@@ -200,7 +221,7 @@ class DynamicEngine:
             LifecycleError: suspended, closed, or the model is in training mode.
             StaleAddressError: weights are not where graphs expect them. No request is lost.
 
-        Other errors pass through; the step is taken back, and the next call repeats it.
+        Other errors pass through; steps that were not returned are taken back, and later calls repeat them.
         """
         return self._step(verifies=True)
 
@@ -256,6 +277,7 @@ class DynamicEngine:
             LifecycleError: it is suspended or closed already.
         """
         self._require_ready("DynamicEngine.suspend")
+        self._read_launched()
         if mode is not CacheMode.PERSIST:
             self._runner.drop()
         if mode is CacheMode.OFFLOAD:
@@ -295,10 +317,15 @@ class DynamicEngine:
         if self._state is EngineState.CLOSED:
             raise LifecycleError("the engine is closed", where="DynamicEngine.weight_update", fix="make a new one")
         update = WeightUpdate()
+        if keeps_running and self._has_states:
+            self._read_launched()  # States cannot be taken back.
+        else:
+            self._discard_launched()
         self._runner.watch()
         try:
             yield update
         finally:
+            self._read_launched()  # The body may have computed steps.
             if keeps_running and self._cache.is_allocated:
                 self._scheduler.forget_cache()
             else:
@@ -348,8 +375,13 @@ class DynamicEngine:
         if self._state is EngineState.CLOSED:
             return
         self._state = EngineState.CLOSED
-        self._session.close()
-        self._cache.release()
+        try:
+            for launched in self._launched:
+                launched.draws.wait()
+        finally:
+            self._launched.clear()
+            self._session.close()
+            self._cache.release()
 
     def __enter__(self) -> DynamicEngine:
         return self
@@ -361,32 +393,81 @@ class DynamicEngine:
 
     def _step(self, *, verifies: bool) -> list[Output]:
         self._require_ready("DynamicEngine.step")
+        if self._kept:
+            kept, self._kept = self._kept, []
+            return kept
+        if not self._launched and not self._launch(verifies=verifies):
+            return []
+        if self.config.async_scheduling:
+            self._launch(verifies=verifies)
+        outputs = self._read()
+        self._drop_surplus()
+        return outputs
+
+    def _launch(self, *, verifies: bool) -> bool:
+        """Schedule the next step and start it; False: there is none, or not before the one in flight is read."""
         step = self._scheduler.schedule()
         if step is None:
-            return []
+            return False
+        if self._launched and not self._runner.is_ready(step.shape):
+            # The capture would overwrite what the step in flight has drawn.
+            self._scheduler.abandon(step)
+            return False
         try:
-            draws = self._compute(step, verifies=verifies)
+            self._launched.append(self._start(step, verifies=verifies))
         except BaseException:
             self._scheduler.abandon(step)
             if self._has_states:
+                self._read_launched()
                 self._scheduler.recompute_all()  # States may have gone on by a token already.
             raise
-        outputs = self._scheduler.commit(step, *draws)
+        return True
+
+    @torch.no_grad()
+    def _start(self, step: Step, *, verifies: bool) -> _Launched:
+        """Forward, drawing and the copy of what is drawn; nothing is waited for."""
+        if self._launched:
+            self._launched[-1].draws.keep_order()
+        match = self._runner.match(step.shape, verifies=verifies)
+        tensors = self._metadata.fill(step, match.bucket or self.limits.eager_shape(step.shape))
+        needs = step.needs if any(step.draws) else None
+        packed = self._runner.run(tensors, step, match, needs)
+        return _Launched(step, self._reader.start(packed, len(step.requests), needs))
+
+    def _read(self) -> list[Output]:
+        """Wait for the earliest step in flight and hand out what it gave. The one place where the host waits."""
+        launched = self._launched[0]
+        try:
+            draws = launched.draws.read()
+        except BaseException:
+            self._discard_launched()
+            if self._has_states:
+                self._scheduler.recompute_all()
+            raise
+        self._launched.popleft()
+        outputs = self._scheduler.commit(launched.step, *draws)
         if self._streams:
             self._hand_out(outputs)
         return outputs
 
-    @torch.no_grad()
-    def _compute(self, step: Step, *, verifies: bool) -> HostDraws:
-        """Run the forward and draw; the one place where the host waits for the device."""
-        match = self._runner.match(step.shape, verifies=verifies)
-        tensors = self._metadata.fill(step, match.bucket or self.limits.eager_shape(step.shape))
-        logits = self._runner.run(tensors, step, match)
-        if not any(step.draws):
-            return HostDraws([0] * len(step.requests), None, None)
-        needs = step.needs
-        drawn = sample(logits[:, : self._vocabulary], tensors.draw_settings, needs)
-        return unpack(drawn.packed()[: len(step.requests)].cpu().numpy(), needs)
+    def _read_launched(self) -> None:
+        """Leave no step in flight; what they gave is returned later."""
+        while self._launched:
+            self._kept += self._read()
+
+    def _discard_launched(self) -> None:
+        """Leave no step in flight, as if the next one had not been launched; wait until the device is done with it."""
+        launched = [*self._launched]
+        self._launched.clear()
+        for each in reversed(launched):
+            self._scheduler.abandon(each.step)
+        for each in launched:
+            each.draws.wait()
+
+    def _drop_surplus(self) -> None:
+        """With no request left, forget the step that was launched in advance, once the device is done with it."""
+        if self._launched and not self._scheduler.has_work:
+            self._read_launched()
 
     def _leave(self, request: Request) -> None:
         self._streams.pop(request.number, None)

@@ -103,7 +103,8 @@ class ModelSteps:
     def front(self, tensors: StepTensors) -> tuple[Tensor, Rotary]:
         """Embed the tokens, and look up the angles of their positions."""
         embedding, rotary = self.model.embedding, self.model.rotary
-        hidden_TH = functional.embedding(tensors.token_ids, embedding.weight)
+        tokens_T = tensors.words.index_select(0, tensors.token_sources)
+        hidden_TH = functional.embedding(tokens_T, embedding.weight)
         if embedding.position_weight is not None:
             hidden_TH = hidden_TH + functional.embedding(tensors.positions, embedding.position_weight)
         if rotary is None:

@@ -9,6 +9,7 @@ Shapes: R requests, V vocabulary, K alternatives.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -25,6 +26,7 @@ _WEIGHT_OF_BEST = 2.0**40
 """Weight of the most likely token. Up to 2**22 tokens, weights add up without overflow; a token less likely than 2**-40
 of the best is never drawn."""
 _UNIFORM_BITS = 53
+_MOST_PARTS, _LEAST_PARTS, _LONG_ROW = 256, 16, 8192
 
 
 class DrawSettings(NamedTuple):
@@ -56,9 +58,10 @@ class Drawn:
 
     def packed(self) -> Tensor:
         """Return all of it as one int32 tensor [R, 1 to 2 + 2K]: the host reads it in one copy, see `unpack`."""
-        columns = [self.tokens.to(torch.int32)[:, None]]
-        if self.logprobs is not None:
-            columns.append(self.logprobs.view(torch.int32)[:, None])
+        tokens_R1 = self.tokens.to(torch.int32)[:, None]
+        if self.logprobs is None:
+            return tokens_R1
+        columns = [tokens_R1, self.logprobs.view(torch.int32)[:, None]]
         if self.top_tokens is not None and self.top_logprobs is not None:
             columns += [self.top_tokens.to(torch.int32), self.top_logprobs.view(torch.int32)]
         return torch.cat(columns, dim=1)
@@ -104,15 +107,17 @@ def sample(logits_RV: Tensor, settings: DrawSettings, needs: DrawNeeds) -> Drawn
     Cost: a pass over the logits for the most likely tokens; six more where some are drawn at random, and a sort where
     some are drawn from a part of the vocabulary. No host synchronization.
     """
-    logits_RV = logits_RV.float()
-    best_R, tokens_R = logits_RV.max(dim=-1)  # of equal ones the first; NaN if there is one
+    best_R, tokens_R = _best(logits_RV)
+    is_finite_R = best_R.abs() < math.inf  # for NaN too
+    if needs.is_random or needs.has_logprobs:
+        logits_RV, best_R = logits_RV.float(), best_R.float()
     if needs.is_random:
         weights_RV = _weights(logits_RV, best_R, settings.temperatures)
         if needs.is_filtered:
             weights_RV = _filtered(logits_RV, weights_RV, settings)
         random_R = _choose(weights_RV, uniform(settings.keys, settings.positions))
         tokens_R = torch.where(settings.temperatures > 0, random_R, tokens_R)
-    tokens_R = tokens_R.masked_fill(~best_R.isfinite(), NOT_FINITE)
+    tokens_R = torch.where(is_finite_R, tokens_R, NOT_FINITE)
     if not needs.has_logprobs:
         return Drawn(tokens_R, None, None, None)
     total_R1 = logits_RV.logsumexp(dim=-1, keepdim=True)
@@ -133,6 +138,21 @@ def uniform(keys: Tensor, positions: Tensor) -> Tensor:
     mixed = (mixed ^ _shifted(mixed, 30)) * _signed(0xBF58476D1CE4E5B9)
     mixed = (mixed ^ _shifted(mixed, 27)) * _signed(0x94D049BB133111EB)
     return _shifted(mixed ^ _shifted(mixed, 31), 64 - _UNIFORM_BITS).double().mul(2.0**-_UNIFORM_BITS)
+
+
+def _best(logits_RV: Tensor) -> tuple[Tensor, Tensor]:
+    """The largest of each row, NaN if there is one, and where it is; of equal ones the first.
+
+    In two steps where rows are long: a GPU looks through parts of a row side by side, but through a row slowly.
+    """
+    size = logits_RV.shape[-1]
+    num_parts = math.gcd(size, _MOST_PARTS)
+    if num_parts < _LEAST_PARTS or size < _LONG_ROW:
+        return logits_RV.max(dim=-1)
+    length = size // num_parts
+    best_RP, places_RP = logits_RV.unflatten(-1, (num_parts, length)).max(dim=-1)
+    best_R, parts_R = best_RP.max(dim=-1)
+    return best_R, torch.add(places_RP.gather(1, parts_R[:, None])[:, 0], parts_R, alpha=length)
 
 
 def _signed(number: int) -> int:
