@@ -108,6 +108,10 @@ class StepRunner:
         self._failed: set[BatchShape] = set()
         self._watched: Watched | None = None
         self._step_stats = session.stats("steps", scope.value)
+        self.num_decode_steps = 0
+        """Steps without prompts that were computed."""
+        self.num_decode_replays = 0
+        """Of them, those that were graphs."""
 
     @property
     def graphs(self) -> tuple[BucketGraphs, ...]:
@@ -162,6 +166,9 @@ class StepRunner:
         Cost where there are graphs: a launch for each; nothing is waited for.
         """
         graphs = self._graphs.get(match.bucket) if match.bucket is not None else None
+        if step.num_prefill == 0:
+            self.num_decode_steps += 1
+            self.num_decode_replays += graphs is not None
         if graphs is None:
             self._step_stats.eager_calls[match.reason.value if match.reason is not None else "no graphs"] += 1
             logits = self.steps.forward(tensors, step)
