@@ -41,12 +41,15 @@ def drive(engine: DynamicEngine, dice: random.Random, num_requests: int) -> list
     return requests
 
 
-@pytest.mark.parametrize("scope", ["none", "layer", "block"])
+@pytest.mark.parametrize("scope", ["none", "layer", "block", "block, waiting"])
 @pytest.mark.parametrize("kind", ["llama", "moe one by one", "hybrid"])
 def test_traffic(kind: str, scope: str, device: torch.device) -> None:
     model = build_model(kind, device)
+    scope, _, waits = scope.partition(", ")
     options = {"enable_chunked_prefill": True}
-    with build_engine(model, scope, max_tokens=10, num_blocks=18, options=options, is_required=True) as engine:
+    with build_engine(
+        model, scope, max_tokens=10, num_blocks=18, options=options, async_scheduling=not waits
+    ) as engine:
         requests = drive(engine, random.Random(kind), 40)
         for request in requests:
             wanted = reference(model, request.tokens[: request.num_prompt_tokens].tolist(), request.sampling)
