@@ -53,8 +53,10 @@ class PendingDraws:
 
     def keep_order(self) -> None:
         """Let what is launched next run after this step, on whatever stream."""
-        if self.passed is not None and torch.cuda.current_stream() != self.stream:
-            self.passed.wait()
+        if self.passed is not None and self.stream is not None:
+            stream = torch.cuda.current_stream(self.stream.device)
+            if stream != self.stream:
+                stream.wait_event(self.passed)
 
     def wait(self) -> None:
         """Return when the device has come so far."""
@@ -79,6 +81,7 @@ class DrawReader:
     """
 
     def __init__(self, max_requests: int, device: torch.device, *, num_buffers: int = 2) -> None:
+        self._device = device
         is_cuda = device.type == "cuda"
         size = max_requests * _MOST_COLUMNS
         self._hosts = [torch.zeros(size, dtype=torch.int32, pin_memory=is_cuda) for _ in range(num_buffers)]
@@ -102,6 +105,6 @@ class DrawReader:
             host.copy_(packed[:num_rows], non_blocking=True)
         event, stream = self._events[index], None
         if event is not None:
-            stream = torch.cuda.current_stream()
+            stream = torch.cuda.current_stream(self._device)
             event.record(stream)
         return PendingDraws(num_rows, needs, host, event, stream)

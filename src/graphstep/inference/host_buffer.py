@@ -80,7 +80,7 @@ class HostBuffer:
         begin = self._copied_from
         device[begin:num_bytes].copy_(self._bytes[begin:num_bytes], non_blocking=True)
         if self._copied is not None:
-            self._copied.record()
+            self._copied.record(torch.cuda.current_stream(device.device))
 
     def _write_requests(self, step: Step, num_requests: int) -> None:
         fields = self._fields

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
@@ -27,6 +27,7 @@ from graphstep.inference.requests import DrawNeeds
 from graphstep.inference.shapes import BatchLimits, BatchShape
 from graphstep.inference.step import Step, dummy_step
 
+_FORWARD_LANE: Final = "forward"
 _DRAW_NAMES: Final = ("draw at random", "draw from a part")
 
 _log = logging.getLogger(__name__)
@@ -65,9 +66,9 @@ class BucketGraphs:
 class StepRunner:
     """Owns the graphs of an engine.
 
-    All of them are captured into one lane of a session, so that they share memory: what one step has drawn has to be
-    copied, in stream order, before the next one runs. Graphs read the step's metadata and the cache where they lie; who
-    moves those, drops the graphs first.
+    Those of the forward are captured into one lane of a session, and those that draw at random into another. So they
+    share memory: what one step has drawn has to be copied, in stream order, before the next one runs. Graphs read the
+    step's metadata and the cache where they lie; who moves those, drops the graphs first.
 
     Args:
         steps: the forward.
@@ -106,6 +107,7 @@ class StepRunner:
         self._is_required = is_required
         self._graphs: dict[BatchShape, BucketGraphs] = {}
         self._failed: set[BatchShape] = set()
+        self._eager_needs: set[DrawNeeds] = set()
         self._watched: Watched | None = None
         self._step_stats = session.stats("steps", scope.value)
         self.num_decode_steps = 0
@@ -254,9 +256,9 @@ class StepRunner:
         total = self._step_stats
         seconds, pool_bytes = total.capture_seconds, 0
 
-        def captured(stats: RegionStats, function: Callable[[], Any]) -> Any:
+        def captured(stats: RegionStats, function: Callable[[], Any], lane: str = _FORWARD_LANE) -> Any:
             nonlocal pool_bytes
-            recording = session.capture(stats, function, observation=self._kept_alive())
+            recording = session.capture(stats, function, observation=self._kept_alive(), lane=lane)
             recordings.append(recording)
             regions.append(stats)
             pool_bytes += recording.nbytes
@@ -274,11 +276,10 @@ class StepRunner:
                 else:
                     logits, packed = self._capture_layers(tensors, captured)
                 num_forward = len(recordings)
-                drawn = {
-                    needs: captured(session.stats(name, "draw"), partial(self._draw, logits, tensors, needs))
-                    for name, needs in zip(_DRAW_NAMES, CAPTURED_NEEDS, strict=True)
+                views = {
+                    needs: engine.borrowed_view(packed_too)
+                    for needs, packed_too in self._capture_draws(logits, tensors, captured)
                 }
-                views = {needs: engine.borrowed_view(each) for needs, each in drawn.items()}
                 logits, packed = engine.borrowed_view(logits), engine.borrowed_view(packed)
         except BaseException:
             for recording, stats in zip(recordings, regions, strict=True):
@@ -297,6 +298,21 @@ class StepRunner:
             capture_seconds=total.capture_seconds - seconds,
             pool_bytes=pool_bytes,
         )
+
+    def _capture_draws(
+        self, logits: Tensor, tensors: StepTensors, captured: Callable[..., Any]
+    ) -> Iterator[tuple[DrawNeeds, Tensor]]:
+        for name, needs in zip(_DRAW_NAMES, CAPTURED_NEEDS, strict=True):
+            if needs in self._eager_needs:
+                continue
+            try:
+                # In a lane of their own: if one fails, the forward's can still be captured into.
+                drawn = captured(self._session.stats(name, "draw"), partial(self._draw, logits, tensors, needs), "draw")
+            except CaptureError as error:
+                self._eager_needs.add(needs)
+                _log.warning("steps %s without a graph: %s", name, error)
+            else:
+                yield needs, drawn
 
     def _capture_layers(
         self, tensors: StepTensors, captured: Callable[[RegionStats, Callable[[], Any]], Any]

@@ -26,6 +26,8 @@ _WEIGHT_OF_BEST = 2.0**40
 """Weight of the most likely token. Up to 2**22 tokens, weights add up without overflow; a token less likely than 2**-40
 of the best is never drawn."""
 _UNIFORM_BITS = 53
+_MOST_AT_ONCE = 2**22
+"""Logits that are drawn from together."""
 _MOST_PARTS, _LEAST_PARTS, _LONG_ROW = 256, 16, 8192
 
 
@@ -108,18 +110,12 @@ def sample(logits_RV: Tensor, settings: DrawSettings, needs: DrawNeeds) -> Drawn
     some are drawn from a part of the vocabulary. No host synchronization.
     """
     best_R, tokens_R = _best(logits_RV)
-    is_finite_R = best_R.abs() < math.inf  # for NaN too
-    if needs.is_random or needs.has_logprobs:
-        logits_RV, best_R = logits_RV.float(), best_R.float()
     if needs.is_random:
-        weights_RV = _weights(logits_RV, best_R, settings.temperatures)
-        if needs.is_filtered:
-            weights_RV = _filtered(logits_RV, weights_RV, settings)
-        random_R = _choose(weights_RV, uniform(settings.keys, settings.positions))
-        tokens_R = torch.where(settings.temperatures > 0, random_R, tokens_R)
-    tokens_R = torch.where(is_finite_R, tokens_R, NOT_FINITE)
+        tokens_R = torch.where(settings.temperatures > 0, _random(logits_RV, best_R, settings, needs), tokens_R)
+    tokens_R = tokens_R.masked_fill((best_R - best_R).ne(0), NOT_FINITE)  # NaN, unless it is finite
     if not needs.has_logprobs:
         return Drawn(tokens_R, None, None, None)
+    logits_RV = logits_RV.float()
     total_R1 = logits_RV.logsumexp(dim=-1, keepdim=True)
     logprobs_R1 = logits_RV.gather(1, tokens_R.clamp(min=0)[:, None]) - total_R1
     if not needs.num_top:
@@ -161,6 +157,21 @@ def _signed(number: int) -> int:
 
 def _shifted(numbers: Tensor, bits: int) -> Tensor:
     return numbers.bitwise_right_shift(bits).bitwise_and(2 ** (64 - bits) - 1)
+
+
+def _random(logits_RV: Tensor, best_R: Tensor, settings: DrawSettings, needs: DrawNeeds) -> Tensor:
+    """Draw one token for each row, some rows at a time: it takes several times the memory of the logits."""
+    uniform_R = uniform(settings.keys, settings.positions)
+    most = max(1, _MOST_AT_ONCE // logits_RV.shape[1])
+    parts = []
+    for begin in range(0, logits_RV.shape[0], most):
+        rows = slice(begin, begin + most)
+        own, own_settings = logits_RV[rows].float(), DrawSettings(*(value[rows] for value in settings))
+        weights = _weights(own, best_R[rows].float(), own_settings.temperatures)
+        if needs.is_filtered:
+            weights = _filtered(own, weights, own_settings)
+        parts.append(_choose(weights, uniform_R[rows]))
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def _weights(logits_RV: Tensor, best_R: Tensor, temperatures_R: Tensor) -> Tensor:
