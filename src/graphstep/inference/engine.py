@@ -21,6 +21,7 @@ from graphstep.inference.blocks import BlockPool
 from graphstep.inference.cache import CacheShape, InferenceCache
 from graphstep.inference.draws import DrawReader, PendingDraws
 from graphstep.inference.engine_config import EngineConfig
+from graphstep.inference.fusions import fusions_for
 from graphstep.inference.memory import cache_blocks
 from graphstep.inference.metadata import StepMetadata
 from graphstep.inference.model_steps import ModelSteps
@@ -117,6 +118,7 @@ class DynamicEngine:
             model,
             self._cache,
             attention_for(device, shape.dtype, is_batch_invariant=self.config.inference.batch_invariant_mode),
+            fusions_for(device),
         )
         self._runner = StepRunner(
             steps,

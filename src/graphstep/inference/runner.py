@@ -22,7 +22,7 @@ from graphstep.inference.draws import CAPTURED_NEEDS, GREEDY, draw
 from graphstep.inference.ladder import Ladder
 from graphstep.inference.matching import GraphMatcher, Match, NoBucket
 from graphstep.inference.metadata import StepMetadata, StepTensors
-from graphstep.inference.model_steps import ModelSteps, StepContext
+from graphstep.inference.model_steps import ModelSteps, Residual, StepContext
 from graphstep.inference.requests import DrawNeeds
 from graphstep.inference.shapes import BatchLimits, BatchShape
 from graphstep.inference.step import Step, dummy_step
@@ -320,14 +320,14 @@ class StepRunner:
         steps, stats = self.steps, self._session.stats
         hidden, rotary = captured(stats("front", "front"), lambda: steps.front(tensors))
         context = StepContext(tensors, rotary, None)
+        residual: Residual = (hidden, None)
         for number in range(steps.num_layers):
-            before = hidden
-            hidden = captured(
+            residual = captured(
                 stats(f"layers.{number}", "layer"),
-                partial(steps.layer, number, before, context),
+                partial(steps.layer, number, residual, context),
             )
         found: tuple[Tensor, Tensor] = captured(
-            stats("head", "head"), lambda: self._with_draw(steps.head(hidden, tensors), tensors)
+            stats("head", "head"), lambda: self._with_draw(steps.head(residual, tensors), tensors)
         )
         return found
 
