@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
@@ -19,22 +22,36 @@ without one."""
 _MOST_COLUMNS: Final = 2 + 2 * MAX_TOP_LOGPROBS
 
 
-def draw(logits_RV: Tensor, tensors: StepTensors, needs: DrawNeeds) -> Tensor:
-    """Draw a token for each row and leave it where the next step finds it; inside a graph or not.
+class Draws:
+    """Draws a token for each row and leaves it where the next step finds it; inside a graph or not.
 
     Args:
-        logits_RV: without columns that pad the vocabulary.
-        tensors: of the step.
-        needs: what some row wants.
-
-    Returns:
-        What `sampling.unpack` reads.
+        device: of the logits. On a GPU where Triton is installed, the most likely tokens are taken by its kernels.
     """
-    drawn = sample(logits_RV, tensors.draw_settings, needs)
-    packed = drawn.packed()
-    # Where logits are not finite there is no token; whatever the next step computes for the row is thrown away.
-    torch.clamp(packed[:, 0], min=0, out=tensors.drawn)
-    return packed
+
+    def __init__(self, device: torch.device) -> None:
+        self._take_most_likely: Callable[[Tensor, Tensor], Tensor] | None = None
+        if device.type == "cuda" and importlib.util.find_spec("triton") is not None:
+            module = importlib.import_module("graphstep.inference.triton_greedy")
+            self._take_most_likely = module.take_most_likely
+
+    def draw(self, logits_RV: Tensor, tensors: StepTensors, needs: DrawNeeds) -> Tensor:
+        """Draw.
+
+        Args:
+            logits_RV: without columns that pad the vocabulary.
+            tensors: of the step.
+            needs: what some row wants.
+
+        Returns:
+            What `sampling.unpack` reads.
+        """
+        if needs == GREEDY and self._take_most_likely is not None and logits_RV.dtype != torch.float64:
+            return self._take_most_likely(logits_RV, tensors.drawn)
+        packed = sample(logits_RV, tensors.draw_settings, needs).packed()
+        # Where logits are not finite there is no token; whatever the next step computes for the row is thrown away.
+        torch.clamp(packed[:, 0], min=0, out=tensors.drawn)
+        return packed
 
 
 @dataclass(slots=True)

@@ -18,7 +18,7 @@ from graphstep.capture.progress import CaptureProgress
 from graphstep.config import InferenceCudaGraphScope
 from graphstep.engine import Recording
 from graphstep.errors import CaptureError
-from graphstep.inference.draws import CAPTURED_NEEDS, GREEDY, draw
+from graphstep.inference.draws import CAPTURED_NEEDS, GREEDY, Draws
 from graphstep.inference.ladder import Ladder
 from graphstep.inference.matching import GraphMatcher, Match, NoBucket
 from graphstep.inference.metadata import StepMetadata, StepTensors
@@ -55,7 +55,7 @@ class BucketGraphs:
     logits: Tensor
     """Where the last recording leaves them. The memory is the pool's: read it before another bucket is replayed."""
     packed: Tensor
-    """The most likely tokens, as `draws.draw` returns them; memory of the pool as well."""
+    """The most likely tokens, as `draws.Draws` returns them; memory of the pool as well."""
     draws: Mapping[DrawNeeds, DrawGraph]
     """For steps that want others."""
     capture_seconds: float
@@ -103,6 +103,7 @@ class StepRunner:
         self._session = session
         self._scope = scope
         self._vocabulary = vocabulary
+        self._draws = Draws(session.device)
         self._num_warmup_runs = max(1, num_warmup_runs)
         self._is_required = is_required
         self._graphs: dict[BatchShape, BucketGraphs] = {}
@@ -163,7 +164,7 @@ class StepRunner:
             needs: what the requests of the step want; ``None``: no token is drawn.
 
         Returns:
-            What has been drawn, see `draws.draw`, valid until the next call.
+            What has been drawn, see `draws.Draws`, valid until the next call.
 
         Cost where there are graphs: a launch for each; nothing is waited for.
         """
@@ -338,7 +339,7 @@ class StepRunner:
         return logits, self._draw(logits, tensors, GREEDY)
 
     def _draw(self, logits: Tensor, tensors: StepTensors, needs: DrawNeeds) -> Tensor:
-        return draw(logits[:, : self._vocabulary], tensors, needs)
+        return self._draws.draw(logits[:, : self._vocabulary], tensors, needs)
 
     def _kept_alive(self) -> Observation:
         cache = self.steps.cache
