@@ -241,6 +241,22 @@ def test_an_error_leaves_what_is_in_flight(monkeypatch: pytest.MonkeyPatch) -> N
         assert [output.token for output in outputs] == reference(model, [*request.tokens[:4]], greedy(6))
 
 
+def test_tokens_are_found_after_an_error_although_rows_have_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build_model("llama")
+    with build_engine(model) as engine:
+        first, second, third = (engine.add_request(prompt, greedy(8)) for prompt in prompts(4, 3, 5))
+        engine.step()
+        engine.cancel(first)
+        with monkeypatch.context() as patched:
+            patched.setattr("graphstep.inference.draws.sample", lambda *_: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                engine.step()
+        finish(engine)
+        for request in (second, third):
+            prompt = request.tokens[: request.num_prompt_tokens].tolist()
+            assert request.output_tokens == reference(model, prompt, request.sampling)
+
+
 def test_an_error_of_the_device_takes_steps_back(monkeypatch: pytest.MonkeyPatch) -> None:
     """As far as it can be told on the CPU: reading fails, once."""
     for kind in ("llama", "hybrid"):

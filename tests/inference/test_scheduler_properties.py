@@ -117,9 +117,11 @@ def test_requests_that_come_and_go(world: World, data: st.DataObject) -> None:
         if not world.launched and not world.launch():
             assert not world.scheduler.has_work
             continue
-        for _ in range(2):
+        for _ in range(3):
             if data.draw(st.integers(0, 5)) == 0:
                 ledger.end(data.draw(st.sampled_from(world.launched[-1][0].requests)))
+            if len(world.launched) == 2 and data.draw(st.booleans()):
+                world.abandon()
             if world.looks_ahead and len(world.launched) == 1 and data.draw(st.booleans()):
                 world.launch()
         ledger.note(world.read())

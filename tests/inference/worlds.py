@@ -116,11 +116,15 @@ class World:
         self.check_blocks()
         return outputs
 
+    def abandon(self) -> None:
+        """Take back the latest step in flight."""
+        self.scheduler.abandon(self.launched.pop()[0])
+        self.check_blocks()
+
     def discard(self) -> None:
         """Take back all steps in flight."""
         while self.launched:
-            self.scheduler.abandon(self.launched.pop()[0])
-        self.check_blocks()
+            self.abandon()
 
     def step(self) -> list[Output]:
         if not self.launched and not self.launch():

@@ -469,7 +469,7 @@ class DynamicEngine:
     def _drop_surplus(self) -> None:
         """With no request left, forget the step that was launched in advance, once the device is done with it."""
         if self._launched and not self._scheduler.has_work:
-            self._read_launched()
+            self._discard_launched()
 
     def _leave(self, request: Request) -> None:
         self._streams.pop(request.number, None)

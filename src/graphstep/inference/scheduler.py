@@ -348,6 +348,8 @@ class Scheduler:
             request.num_computed -= length
             request.num_drawing -= draws
             request.is_prefilling = index >= num_decode
+        for row, request in enumerate(self._in_flight[-1].requests if self._in_flight else ()):
+            request.row = row
 
     def _go_on_with_prompts(self, step: Step) -> None:
         for request in self._running:
