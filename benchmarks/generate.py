@@ -203,7 +203,7 @@ def read_options(words: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--batches", nargs="+", type=int, default=(1, 32), metavar="N")
     parser.add_argument("--prompt", type=int, help="tokens of a prompt (default: 128)")
     parser.add_argument("--new", type=int, help="tokens to generate, at least 32 (default: 128)")
-    parser.add_argument("--repeats", type=int, help="timed calls of an arm (default: 5)")
+    parser.add_argument("--repeats", type=int, help="timed calls of an arm (default: 3)")
     parser.add_argument("--traffic", nargs="*", choices=("block", "layer"), default=("block",), metavar="SCOPE")
     parser.add_argument("--requests", type=int, help="of the traffic (default: 64)")
     parser.add_argument("--gap-ms", type=float, help="mean time between two arrivals (default: 20)")
@@ -214,7 +214,7 @@ def read_options(words: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--output", type=Path, help="folder of the results (default: benchmarks/results)")
     options = parser.parse_args(words)
     quick = {"model": "tiny", "prompt": 8, "new": 32, "repeats": 1, "requests": 8, "gap_ms": 2.0}
-    usual = {"model": "1b", "prompt": 128, "new": 128, "repeats": 5, "requests": 64, "gap_ms": 20.0}
+    usual = {"model": "1b", "prompt": 128, "new": 128, "repeats": 3, "requests": 64, "gap_ms": 20.0}
     for name, value in (quick if options.quick else usual).items():
         if getattr(options, name) is None:
             setattr(options, name, value)

@@ -263,13 +263,16 @@ def waits_timed() -> Iterator[list[float]]:
 
 @contextmanager
 def time_limit(seconds: float) -> Iterator[None]:
-    """Raise TimeoutError in the body once it has taken so long; at the next line of Python, in the main thread."""
+    """Raise TimeoutError in the body once it has taken so long, at the next line of Python, in the main thread.
+
+    And again every few seconds: compilers catch errors.
+    """
 
     def expire(_number: int, _frame: object) -> None:
         raise TimeoutError(f"it took more than {seconds:.0f} s")
 
     before = signal.signal(signal.SIGALRM, expire)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
+    signal.setitimer(signal.ITIMER_REAL, seconds, 10.0)
     try:
         yield
     finally:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import enum
 import logging
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import TracebackType
 
 import torch
@@ -21,6 +20,7 @@ from graphstep.inference.blocks import BlockPool
 from graphstep.inference.cache import CacheShape, InferenceCache
 from graphstep.inference.draws import DrawReader, PendingDraws
 from graphstep.inference.engine_config import EngineConfig
+from graphstep.inference.engine_states import CacheMode, EngineState, WeightUpdate
 from graphstep.inference.fusions import fusions_for
 from graphstep.inference.memory import cache_blocks
 from graphstep.inference.metadata import StepMetadata
@@ -32,36 +32,9 @@ from graphstep.inference.step import Step
 from graphstep.inference.streams import TokenStream
 from graphstep.models import GPTModel
 
+__all__ = ["CacheMode", "DynamicEngine", "EngineState", "WeightUpdate"]
+
 _log = logging.getLogger(__name__)
-
-
-class EngineState(enum.Enum):
-    """READY <-> SUSPENDED, and CLOSED from either."""
-
-    READY = "ready"
-    SUSPENDED = "suspended"
-    CLOSED = "closed"
-
-
-class CacheMode(enum.Enum):
-    """What becomes of the cache while an engine is suspended."""
-
-    PERSIST = "persist"
-    """It stays, and so do the graphs."""
-    OFFLOAD = "offload"
-    """What is in use goes to the host and comes back. Graphs are captured again."""
-    RECOMPUTE = "recompute"
-    """It goes; running requests compute it anew. Graphs are captured again."""
-
-
-@dataclass(slots=True)
-class WeightUpdate:
-    """What a change of weights did; complete when the ``with`` of `DynamicEngine.weight_update` ends."""
-
-    moved: list[str] = field(default_factory=list)
-    """Weights that are not where they were, in words. Empty: all addresses were kept, and so were the graphs."""
-    num_recomputed: int = 0
-    """Running requests whose keys and values are computed again."""
 
 
 @dataclass(slots=True)
@@ -211,7 +184,10 @@ class DynamicEngine:
             return
         self._scheduler.end(request, reason)
         self._hand_out([Output(request, None, finish_reason=reason)])
-        self._drop_surplus()
+        try:
+            self._drop_surplus()
+        except RuntimeError as error:
+            _log.warning("the device failed in a step that nobody waits for any more: %s", error)
 
     def step(self) -> list[Output]:
         """Compute one step for as many requests as fit.
