@@ -1,4 +1,4 @@
-"""Adding, normalising and gating against PyTorch's operations, in the step where they are rounded."""
+"""Looking up, adding, normalising and gating against PyTorch's operations, in the step where they are rounded."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from graphstep.inference.fusions import Fusions, TorchFusions, fusions_for, has_hooks
+from graphstep.inference.metadata import StepMetadata
+from graphstep.inference.shapes import BatchLimits, BatchShape
 from graphstep.models import LayerNorm, RMSNorm, swiglu
 
 ON_GPU = pytest.param("cuda", marks=pytest.mark.gpu)
@@ -30,6 +32,31 @@ def close(found: Tensor, expected: Tensor) -> None:
     """Sums of squares are taken in another order: the last bit of the result may differ."""
     tolerance = {torch.float32: 1e-5, torch.bfloat16: 1.6e-2, torch.float16: 2e-3}[expected.dtype]
     torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float64])
+@pytest.mark.parametrize(("size", "channels"), [(32, 8), (1500, 80), (2048, 0)])
+@pytest.mark.parametrize("number", [1, 6])
+@pytest.mark.parametrize("device", ["cpu", ON_GPU])
+@torch.no_grad()
+def test_looking_up(device: str, number: int, size: int, channels: int, dtype: torch.dtype) -> None:
+    limits = BatchLimits(max_requests=6, max_tokens=6, max_sequence_length=40)
+    tensors = StepMetadata(limits, 4, device).tensors(BatchShape(number, 0, number))
+    weight, table = rows(50, size, device, dtype), torch.randn(2, 40, channels, device=device) if channels else None
+    tensors.drawn.copy_(torch.arange(40, 40 + number))
+    tensors.token_ids.copy_(torch.arange(10, 10 + number))
+    tensors.positions.copy_(torch.arange(number).flip(0) * 7 % 40)
+    own = (tensors.token_ids.data_ptr() - tensors.words.data_ptr()) // 4
+    wanted = torch.arange(own, own + number)
+    wanted[::2] = torch.arange(1, 1 + number)[::2]
+    tensors.token_sources.copy_(wanted)
+    tokens = [(40 if row % 2 == 0 else 10) + row for row in range(number)]
+    found, angles = fusions_for(torch.device(device)).look_up(tensors, weight, table)
+    assert found.equal(weight[tokens])
+    assert len(angles) == (2 if channels else 0)
+    for which, of_table in enumerate(angles):
+        assert table is not None
+        assert of_table.equal(table[which, tensors.positions.long()].to(dtype))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

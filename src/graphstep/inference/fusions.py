@@ -1,6 +1,6 @@
-"""What stands between the products of a layer: adding to the residual stream, normalising, gating.
+"""What stands around the products of a model: looking up, adding to the residual stream, normalising, gating.
 
-Shapes: T tokens, H hidden, F inner size.
+Shapes: T tokens, H hidden, F inner size, V vocabulary, M positions, D channels of a head.
 """
 
 from __future__ import annotations
@@ -11,12 +11,22 @@ from typing import Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
+from graphstep.inference.metadata import StepTensors
 from graphstep.models import swiglu
 
 
 class Fusions(Protocol):
     """Operations that a device may run as one kernel each. Rows do not depend on each other. Graphs hold them."""
+
+    def look_up(
+        self, tensors: StepTensors, weight_VH: Tensor, table_2MD: Tensor | None
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """Return the rows of the tokens of a step [T, H], and the rows of a table at their positions [T, D] each.
+
+        Those of the table are rounded to the type of the weight; without a table there are none.
+        """
 
     def add_and_normalise(self, hidden_TH: Tensor, update_TH: Tensor | None, norm: nn.Module) -> tuple[Tensor, Tensor]:
         """Return the residual stream with the update, and that normalised."""
@@ -27,6 +37,16 @@ class Fusions(Protocol):
 
 class TorchFusions:
     """See :class:`Fusions`; by PyTorch's own operations, on every device."""
+
+    def look_up(
+        self, tensors: StepTensors, weight_VH: Tensor, table_2MD: Tensor | None
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """See :class:`Fusions`."""
+        tokens_T = tensors.words.index_select(0, tensors.token_sources)
+        rows_TH = functional.embedding(tokens_T, weight_VH)
+        if table_2MD is None:
+            return rows_TH, ()
+        return rows_TH, table_2MD.index_select(1, tensors.positions).to(rows_TH.dtype).unbind()
 
     def add_and_normalise(self, hidden_TH: Tensor, update_TH: Tensor | None, norm: nn.Module) -> tuple[Tensor, Tensor]:
         """See :class:`Fusions`."""

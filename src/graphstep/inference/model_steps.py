@@ -65,7 +65,7 @@ class ModelSteps:
         model: is read and never changed.
         cache: of that model.
         kernels: how to attend.
-        fusions: how to add and normalise.
+        fusions: how to do what stands around the products.
 
     Raises:
         ConfigError: layers that cannot be run step by step; all problems at once.
@@ -118,14 +118,11 @@ class ModelSteps:
     def front(self, tensors: StepTensors) -> tuple[Tensor, Rotary]:
         """Embed the tokens, and look up the angles of their positions."""
         embedding, rotary = self.model.embedding, self.model.rotary
-        tokens_T = tensors.words.index_select(0, tensors.token_sources)
-        hidden_TH = functional.embedding(tokens_T, embedding.weight)
+        table = None if rotary is None else rotary.table
+        hidden_TH, angles = self.fusions.look_up(tensors, embedding.weight, table)
         if embedding.position_weight is not None:
             hidden_TH = hidden_TH + functional.embedding(tensors.positions, embedding.position_weight)
-        if rotary is None:
-            return hidden_TH, ()
-        cos_TD, sin_TD = rotary.table.index_select(1, tensors.positions).to(hidden_TH.dtype).unbind()
-        return hidden_TH, (cos_TD, sin_TD)
+        return hidden_TH, angles
 
     def layer(self, number: int, residual: Residual, context: StepContext) -> Residual:
         """Run one layer; its keys, values and states go to the cache."""

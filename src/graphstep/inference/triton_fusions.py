@@ -1,11 +1,13 @@
-"""Adding, normalising and gating by one Triton kernel each: short steps are bound by the number of their kernels.
+"""Looking up, adding, normalising and gating by one Triton kernel each: in a short step, each costs a gap as well.
 
 Results are rounded where those of the separate operations are. Imported only where there is a GPU, as
 `graphstep.inference.triton_kernels` is.
 
-Shapes: T tokens, H hidden, F inner size.
+Shapes: T tokens, H hidden, F inner size, V vocabulary, M positions, D channels of a head.
 """
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, misc"
+
+# ruff: noqa: PLR0917
 
 from __future__ import annotations
 
@@ -17,15 +19,47 @@ import triton.language as tl
 from torch import Tensor, nn
 
 from graphstep.inference.fusions import TorchFusions, has_hooks
+from graphstep.inference.metadata import StepTensors
 from graphstep.models import RMSNorm
 
 _DTYPES: Final = (torch.float32, torch.float16, torch.bfloat16)
 _LONGEST_ROW: Final = 16384
-_GATED_AT_ONCE: Final = 1024
+_AT_ONCE: Final = 1024
+"""Numbers of a row that a program copies or gates."""
 
 
 class TritonFusions(TorchFusions):
     """See :class:`graphstep.inference.fusions.Fusions`. What the kernels do not know is left to PyTorch."""
+
+    def look_up(
+        self, tensors: StepTensors, weight_VH: Tensor, table_2MD: Tensor | None
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """One kernel."""
+        is_contiguous = weight_VH.is_contiguous() and (table_2MD is None or table_2MD.is_contiguous())
+        if weight_VH.dtype not in _DTYPES or not is_contiguous:
+            return super().look_up(tensors, weight_VH, table_2MD)
+        num_tokens, size = tensors.bucket.tokens, weight_VH.shape[1]
+        channels = 0 if table_2MD is None else table_2MD.shape[2]
+        rows_TH = weight_VH.new_empty(num_tokens, size)
+        angles_2TD = weight_VH.new_empty(2, num_tokens, channels)
+        look_up_kernel[num_tokens, triton.cdiv(size, _AT_ONCE)](
+            tensors.words,
+            tensors.token_sources,
+            tensors.positions,
+            weight_VH,
+            weight_VH if table_2MD is None else table_2MD,
+            rows_TH,
+            angles_2TD,
+            size,
+            channels,
+            0 if table_2MD is None else table_2MD.stride(0),
+            angles_2TD.stride(0),
+            HAS_TABLE=table_2MD is not None,
+            WIDTH=_AT_ONCE,
+            TABLE_WIDTH=triton.next_power_of_2(max(1, channels)),
+            num_warps=4,
+        )
+        return rows_TH, () if table_2MD is None else angles_2TD.unbind()
 
     def add_and_normalise(self, hidden_TH: Tensor, update_TH: Tensor | None, norm: nn.Module) -> tuple[Tensor, Tensor]:
         """One kernel for an RMSNorm that nobody watches."""
@@ -57,7 +91,7 @@ class TritonFusions(TorchFusions):
         x_T2F = x_T2F.contiguous()
         num_rows, size = x_T2F.shape[0], x_T2F.shape[1] // 2
         out_TF = x_T2F.new_empty(num_rows, size)
-        gate_kernel[num_rows, triton.cdiv(size, _GATED_AT_ONCE)](x_T2F, out_TF, size, WIDTH=_GATED_AT_ONCE, num_warps=4)
+        gate_kernel[num_rows, triton.cdiv(size, _AT_ONCE)](x_T2F, out_TF, size, WIDTH=_AT_ONCE, num_warps=4)
         return out_TF
 
     @staticmethod
@@ -71,6 +105,42 @@ class TritonFusions(TorchFusions):
             and norm.weight.dtype == hidden_TH.dtype
             and (update_TH is None or update_TH.dtype == hidden_TH.dtype)
         )
+
+
+@triton.jit
+def look_up_kernel(
+    words,
+    sources,
+    positions,
+    weight,
+    table,
+    rows,
+    angles,
+    size,
+    channels,
+    sines_of_table,
+    sines_of_angles,
+    HAS_TABLE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    TABLE_WIDTH: tl.constexpr,
+):
+    """One program for WIDTH numbers of a token's row; the first of a token copies its rows of the table, too."""
+    token, part = tl.program_id(0), tl.program_id(1)
+    number = tl.load(words + tl.load(sources + token)).to(tl.int64)
+    column = part * WIDTH + tl.arange(0, WIDTH)
+    is_there = column < size
+    row = tl.load(weight + number * size + column, mask=is_there)
+    tl.store(rows + token.to(tl.int64) * size + column, row, mask=is_there)
+    if HAS_TABLE:  # noqa: SIM102 - known when it is compiled, the other is not
+        if part == 0:
+            channel = tl.arange(0, TABLE_WIDTH)
+            is_channel = channel < channels
+            place = tl.load(positions + token).to(tl.int64) * channels + channel
+            to = token.to(tl.int64) * channels + channel
+            cosine = tl.load(table + place, mask=is_channel)
+            sine = tl.load(table + sines_of_table + place, mask=is_channel)
+            tl.store(angles + to, cosine.to(angles.dtype.element_ty), mask=is_channel)
+            tl.store(angles + sines_of_angles + to, sine.to(angles.dtype.element_ty), mask=is_channel)
 
 
 @triton.jit
