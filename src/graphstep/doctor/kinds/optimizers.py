@@ -38,7 +38,7 @@ def step(x):
         why="A scheduler is Python: a replay does not run it, and the rate stays that of the capture.",
         fix="call scheduler.step() after the step; graph_step reads the rates before each replay",
         broken="""
-optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+optimizer = torch.optim.SGD(layer.parameters(), lr=0.1, fused=True)
 scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
 
 def step(x):
@@ -48,7 +48,7 @@ def step(x):
     scheduler.step()  # here
 """,
         mended="""
-optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+optimizer = torch.optim.SGD(layer.parameters(), lr=0.1, fused=True)
 scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)  # scheduler.step() follows the call of the step
 
 def step(x):
@@ -124,7 +124,7 @@ def step(x):
     optimizer.step(closure)  # here
 """,
         mended="""
-optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+optimizer = torch.optim.SGD(layer.parameters(), lr=0.1, fused=True)
 
 def step(x):
     optimizer.zero_grad()

@@ -217,7 +217,7 @@ def step(x):
 norm = nn.BatchNorm1d(4)
 
 def step(x):
-    norm.train()
+    norm.train()  # here
     loss = norm(layer(x)).square().mean()
     loss.backward()
     norm.eval()  # here

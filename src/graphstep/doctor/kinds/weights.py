@@ -285,7 +285,7 @@ def step(x):
         why="set_to_none=False writes zeros into every gradient, and the backward then reads and adds to them.",
         fix="leave set_to_none out: gradients are made anew, in a graph at the same address each time",
         broken="""
-optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+optimizer = torch.optim.SGD(layer.parameters(), lr=0.1, fused=True)
 
 def step(x):
     optimizer.zero_grad(set_to_none=False)  # here
@@ -293,7 +293,7 @@ def step(x):
     optimizer.step()
 """,
         mended="""
-optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+optimizer = torch.optim.SGD(layer.parameters(), lr=0.1, fused=True)
 
 def step(x):
     optimizer.zero_grad()
