@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -81,12 +81,20 @@ class DataPath:
         found = []
         for file in files:
             for node in ast.walk(self._sources.tree(file)):
-                if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call) and _builds(node.value):
-                    if any(isinstance(target, ast.Name) and target.id == name for target in node.targets):
-                        return SourceLine(file, node.lineno)
+                if _assigns_loader(node, name):
+                    return SourceLine(file, node.lineno)
                 if isinstance(node, ast.Call) and _builds(node):
                     found.append(SourceLine(file, node.lineno))
         return found[0] if found else None
+
+
+def _assigns_loader(node: ast.AST, name: str) -> TypeGuard[ast.Assign]:
+    return (
+        isinstance(node, ast.Assign)
+        and isinstance(node.value, ast.Call)
+        and _builds(node.value)
+        and any(isinstance(target, ast.Name) and target.id == name for target in node.targets)
+    )
 
 
 def _builds(call: ast.Call) -> bool:

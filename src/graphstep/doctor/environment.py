@@ -29,10 +29,10 @@ def look_at_environment(
         communicates: the step uses collectives, or its code names them.
     """
     environment, _ = read_environment(variables)
-    if environment.expandable_segments and environment.nccl_graph_register != "0":
-        if communicates or environment.world_size > 1:
-            name = next((each for each in ALLOCATOR_VARIABLES if "expandable" in variables.get(each, "")), "")
-            _add(findings, "GS-E001", name, variables, sources, files)
+    registers = environment.nccl_graph_register != "0" and (communicates or environment.world_size > 1)
+    if environment.expandable_segments and registers:
+        name = next((each for each in ALLOCATOR_VARIABLES if "expandable" in variables.get(each, "")), "")
+        _add(findings, "GS-E001", name, variables, sources, files)
     for name in _WAITS:
         if variables.get(name, "").strip() not in _OFF:
             _add(findings, "GS-E002", name, variables, sources, files)
@@ -70,9 +70,9 @@ def _set_at(name: str, sources: Sources, files: Sequence[str]) -> SourceLine | N
         for node in ast.walk(sources.tree(file)):
             if isinstance(node, ast.Assign) and any(_is_entry(target, name) for target in node.targets):
                 return SourceLine(file, node.lineno)
-            if isinstance(node, ast.Call) and dotted(node.func) in ("os.environ.setdefault", "os.putenv"):
-                if node.args and is_constant(node.args[0], name):
-                    return SourceLine(file, node.lineno)
+            is_call = isinstance(node, ast.Call) and dotted(node.func) in ("os.environ.setdefault", "os.putenv")
+            if isinstance(node, ast.Call) and is_call and node.args and is_constant(node.args[0], name):
+                return SourceLine(file, node.lineno)
     return None
 
 

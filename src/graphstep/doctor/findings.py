@@ -1,4 +1,4 @@
-"""What the doctor says: a finding has a code, a severity, a line of the user's code, an operation, a reason and a fix."""
+"""What the doctor says: findings with a code, a severity, a line of the user's code, a reason and a fix."""
 
 from __future__ import annotations
 

@@ -94,7 +94,7 @@ class Ground:
         own: SourceLine | None = None
         library: SourceLine | None = None
         is_direct: bool | None = None
-        parts = set()
+        parts: set[str] = set()
         while frame is not None and frame.f_code is not _OUTERMOST:
             name = frame.f_code.co_filename
             if own is None and self.owns(name):
@@ -105,7 +105,11 @@ class Ground:
             elif name.startswith(_TORCH):
                 below = name[len(_TORCH) :]
                 parts.update(part for part in _PARTS if below.startswith(part))
-                if own is None and is_direct is None and not below.startswith(("overrides.py", "_tensor.py", "_dynamo")):
+                if (
+                    own is None
+                    and is_direct is None
+                    and not below.startswith(("overrides.py", "_tensor.py", "_dynamo"))
+                ):
                     is_direct = False
             elif own is None and library is None and _is_library(name):
                 library = SourceLine(name, frame.f_lineno, frame.f_code.co_name)

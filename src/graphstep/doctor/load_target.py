@@ -1,4 +1,4 @@
-"""Finds the target that a word of the command line names: ``file.py:function``, ``module:function``, or a model's folder."""
+"""Finds what a word of the command line names: ``file.py:function``, ``module:function``, or a model's folder."""
 
 from __future__ import annotations
 

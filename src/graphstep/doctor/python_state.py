@@ -10,6 +10,7 @@ import pickle
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final
 
 import numpy as np
@@ -46,9 +47,7 @@ class PythonState:
         optimizers: those that step.
     """
 
-    def __init__(
-        self, modules: Sequence[Named], places: Sequence[Place], optimizers: Sequence[Optimizer]
-    ) -> None:
+    def __init__(self, modules: Sequence[Named], places: Sequence[Place], optimizers: Sequence[Optimizer]) -> None:
         self._modules = modules
         self._attributes = Attributes(modules, places=[place for place in places if place.key not in _SKIPPED])
         self._groups = [group for optimizer in optimizers for group in optimizer.param_groups]
@@ -86,7 +85,7 @@ class PythonState:
                 yield Change("GS-R001", name, name, read)
         for path, generator, state in self._attributes.noted.generators:
             if state_of(generator) != state:
-                yield Change("GS-R001", path, path, lambda generator=generator: state_of(generator))
+                yield Change("GS-R001", path, path, partial(state_of, generator))
 
     def _attributes_set(self, used: set[int]) -> Iterator[Change]:
         before, now = self._attributes.noted, self._attributes.again().noted

@@ -55,13 +55,13 @@ def _not_run(body: Iterable[ast.stmt], file: str, executed: set[tuple[str, int]]
         last = max([first, *(getattr(head, "end_lineno", first) or first for head in heads)])
         if not inner:
             last = statement.end_lineno or last
-        if not any((file, line) in executed for line in range(first, last + 1)):
-            if not _only_raises(statement):
-                yield from (node for head in (heads if inner else [statement]) for node in ast.walk(head))
+        has_run = any((file, line) in executed for line in range(first, last + 1))
+        if not has_run and not _is_text(statement):
+            yield from (node for head in (heads if inner else [statement]) for node in ast.walk(head))
         yield from _not_run(inner, file, executed)
 
 
-def _only_raises(statement: ast.stmt) -> bool:
+def _is_text(statement: ast.stmt) -> bool:
     return isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
 
 

@@ -77,9 +77,7 @@ class StaticLook:
 
     def _call(self, call: ast.Call, file: str, name: str) -> None:
         full = dotted(call.func)
-        code = _FUNCTIONS.get(full) or (
-            _METHODS.get(call.func.attr) if isinstance(call.func, ast.Attribute) else None
-        )
+        code = _FUNCTIONS.get(full) or (_METHODS.get(call.func.attr) if isinstance(call.func, ast.Attribute) else None)
         if code is None and is_constant(keyword(call, "retain_graph"), True):
             code = "GS-W010"
         if code is not None:
@@ -104,7 +102,13 @@ class StaticLook:
         is_move = isinstance(call.func, ast.Attribute) and call.func.attr == "to"
         given = [*(call.args[:1] if is_move else []), keyword(call, "device")]
         if any(_is_cpu(value) for value in given):
-            self._add("GS-T005", call, file, name, f"{dotted(call.func)}({ast.unparse(call.args[0]) if is_move and call.args else 'device'}...)")
+            self._add(
+                "GS-T005",
+                call,
+                file,
+                name,
+                f"{dotted(call.func)}({ast.unparse(call.args[0]) if is_move and call.args else 'device'}...)",
+            )
 
     def _add(
         self, code: str, node: ast.stmt | ast.expr, file: str, name: str, operation: str, *, detail: str = "",
@@ -125,9 +129,7 @@ def _is_cpu(node: ast.expr | None) -> bool:
     return is_constant(node, "cpu")
 
 
-def _waits(
-    function: Function, *, of: str | None, by: str | None, after: int = 0, until: int = 1 << 30
-) -> bool:
+def _waits(function: Function, *, of: str | None, by: str | None, after: int = 0, until: int = 1 << 30) -> bool:
     """True if the function has ``by.wait_stream(of)`` between two lines; ``None`` stands for any stream."""
     for node in ast.walk(function):
         if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):

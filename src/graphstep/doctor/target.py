@@ -127,7 +127,7 @@ def _floats(value: Any) -> Iterable[Tensor]:
 
 def _defined_at(function: Any, name: str) -> SourceLine:
     code = getattr(inspect.unwrap(function), "__code__", None)
-    code = code or getattr(getattr(type(function), "__call__", None), "__code__", None)
+    code = code or getattr(inspect.getattr_static(type(function), "__call__", None), "__code__", None)
     if code is None:
         return SourceLine(name)
     return SourceLine(code.co_filename, code.co_firstlineno, code.co_qualname)

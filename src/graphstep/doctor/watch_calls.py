@@ -178,7 +178,11 @@ class CallWatch:
         """A scaler for CUDA does nothing on this machine, and reads on one with a GPU."""
         scaler, optimizer = frame.f_locals["self"], frame.f_locals["optimizer"]
         is_off_here = not scaler.is_enabled() and getattr(scaler, "_device", "") == "cuda"
-        if is_off_here and not torch.cuda.is_available() and not getattr(optimizer, "_step_supports_amp_scaling", False):
+        if (
+            is_off_here
+            and not torch.cuda.is_available()
+            and not getattr(optimizer, "_step_supports_amp_scaling", False)
+        ):
             self._note("GS-O004", "GradScaler.step", frame.f_back)
 
     def _anomaly(self, frame: FrameType) -> None:

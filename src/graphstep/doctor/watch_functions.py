@@ -1,4 +1,4 @@
-"""Watches the calls of torch's Python functions: host reads that the dispatcher does not show, and where tensors come from."""
+"""Watches calls of torch's functions: host reads that the dispatcher does not show, and tensors from the host."""
 
 from __future__ import annotations
 
@@ -89,9 +89,8 @@ class FunctionWatch(HostReadGuard):
         elif func in _BACKWARDS:
             if kwargs.get("retain_graph") or (len(args) > 2 and args[2]):
                 notes.add("GS-W010", f"{name}(retain_graph=True)", part="backward")
-        elif func in _LEAF_HOOKS:
-            if args[0].is_leaf and notes.roles.is_old(args[0]):
-                notes.add("GS-Y007", f"Tensor.{name}", only_direct=True)
+        elif func in _LEAF_HOOKS and args[0].is_leaf and notes.roles.is_old(args[0]):
+            notes.add("GS-Y007", f"Tensor.{name}", only_direct=True)
 
     def _from_values(self, func: Any, name: str, args: Any, kwargs: Any) -> None:
         given = args[1] if func is Tensor.new_tensor and len(args) > 1 else args[0] if args else None
@@ -111,4 +110,3 @@ def _names_device(func: Any, args: Any, kwargs: Any) -> bool:
     if func is Tensor.cuda or "device" in kwargs:
         return True
     return any(isinstance(given, str | torch.device) for given in args[1:])
-

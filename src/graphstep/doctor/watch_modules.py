@@ -49,10 +49,11 @@ class ModuleWatch:
         if next(module.parameters(), None) is None:
             return
         caller = _caller_of(sys._getframe(1))
-        if caller is not None and not any(each is module for each in caller.modules()):
-            if not self._belongs_to_known(module, caller):
-                detail = f"{type(module).__name__}, called by {type(caller).__name__}"
-                self._notes.add("GS-W008", "call of a module", detail=detail)
+        if caller is None or any(each is module for each in caller.modules()):
+            return
+        if not self._belongs_to_known(module, caller):
+            detail = f"{type(module).__name__}, called by {type(caller).__name__}"
+            self._notes.add("GS-W008", "call of a module", detail=detail)
 
     def _belongs_to_known(self, module: nn.Module, caller: nn.Module) -> bool:
         return any(id(module) in family and id(caller) in family for family in self._families)

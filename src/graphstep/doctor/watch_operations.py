@@ -1,4 +1,4 @@
-"""Watches the operations of torch, forward and backward: what a capture refuses, writes to old tensors, stale copies."""
+"""Watches operations, forward and backward: what a capture refuses, writes to old tensors, stale copies."""
 
 from __future__ import annotations
 
@@ -11,7 +11,14 @@ from graphstep.doctor.lines import CHECKPOINT, CLIPPING, OPTIMIZER, SCALER, Spot
 from graphstep.doctor.notes import Notes
 from graphstep.engine import torch_private
 from graphstep.engine.refusals import Refusals
-from graphstep.engine.tape_ops import OperationTable, OperationTraits, Replay, has_boolean_index, tensors_in, written_tensors
+from graphstep.engine.tape_ops import (
+    OperationTable,
+    OperationTraits,
+    Replay,
+    has_boolean_index,
+    tensors_in,
+    written_tensors,
+)
 from graphstep.engine.tape_rules import CaptureRules
 from graphstep.errors import CaptureError
 
@@ -108,24 +115,24 @@ class OperationWatch(torch_private.DispatchMode):
         notes.add(code, name, fix="" if is_special else error.fix, spot=spot)
 
     def _code_of(self, traits: OperationTraits, function: str, spot: Spot, args: Any) -> str:
-        if traits.changes_storage:
-            return "GS-S006"
-        if traits.writes_index:
-            return "GS-S005" if has_boolean_index(args) else "GS-T004"
         if traits.has_dynamic_shape:
             return _shape_code(traits, function)
-        if traits.changes_metadata:
-            return "GS-S007"
-        for part, code in ((SCALER, "GS-O004"), (CLIPPING, "GS-O003"), (OPTIMIZER, "GS-O005")):
-            if part in spot.parts:
-                return code
-        if function in _COMPARISONS:
-            return "GS-H008"
-        if function in _NUMBERS or function in _BRANCHES:
-            if self._notes.looks_for_nan(spot.line):
-                return "GS-H007"
-            return "GS-H001" if function in _NUMBERS else "GS-H002"
-        return "GS-H011"
+        index_code = "GS-S005" if has_boolean_index(args) else "GS-T004"
+        is_read = function in _NUMBERS or function in _BRANCHES
+        # The first that holds.
+        rules = (
+            (traits.changes_storage, "GS-S006"),
+            (traits.writes_index, index_code),
+            (traits.changes_metadata, "GS-S007"),
+            (SCALER in spot.parts, "GS-O004"),
+            (CLIPPING in spot.parts, "GS-O003"),
+            (OPTIMIZER in spot.parts, "GS-O005"),
+            (function in _COMPARISONS, "GS-H008"),
+            (is_read and self._notes.looks_for_nan(spot.line), "GS-H007"),
+            (function in _NUMBERS, "GS-H001"),
+            (function in _BRANCHES, "GS-H002"),
+        )
+        return next((code for holds, code in rules if holds), "GS-H011")
 
     # ----- random numbers
 
@@ -214,7 +221,9 @@ class OperationWatch(torch_private.DispatchMode):
                 if not self._has_backward:
                     spot = self._notes.spot()
                     if OPTIMIZER not in spot.parts:
-                        self._notes.add("GS-W002", traits.name, detail=roles.parameters[key], spot=spot, only_direct=True)
+                        self._notes.add(
+                            "GS-W002", traits.name, detail=roles.parameters[key], spot=spot, only_direct=True
+                        )
             elif key in roles.batch:
                 self._notes.add("GS-W007", traits.name)
             elif not roles.has(key) and not traits.changes_storage and not traits.changes_metadata:

@@ -10,7 +10,8 @@ DATA: tuple[Kind, ...] = (
         title="an entry of the batch is no tensor and differs from batch to batch",
         severity=Severity.warning,
         effect=Effect.slow,
-        why="What is no tensor is a constant of the graph. A replay with another value would be wrong, so graphs are keyed "
+        why="What is no tensor is a constant of the graph. A replay with another value would be wrong, so graphs are "
+        "keyed "
         "by it: each value is captured anew, or runs eagerly.",
         fix="give it as a tensor, or leave it out of the batch if the step does not compute with it",
         broken="""
@@ -31,7 +32,8 @@ def step(batch):
         title="the last batch is shorter than the others",
         severity=Severity.warning,
         effect=Effect.slow,
-        why="A graph serves one shape: the short batch is captured for itself, with memory of its own, or runs eagerly.",
+        why="A graph serves one shape: the short batch is captured for itself, with memory of its own, or runs "
+        "eagerly.",
         fix="DataLoader(..., drop_last=True), or pad the last batch",
         broken="""
 from torch.utils.data import DataLoader, TensorDataset
@@ -55,7 +57,8 @@ def step(x):
         title="batches lie in memory that is not pinned",
         severity=Severity.warning,
         effect=Effect.slow,
-        why="The copy to the device cannot overlap with the step: the host waits for it, and with graphs that is most of "
+        why="The copy to the device cannot overlap with the step: the host waits for it, and with graphs that is "
+        "most of "
         "what the host still does.",
         fix="DataLoader(..., pin_memory=True), and .to(device, non_blocking=True) before the step",
         broken="""
@@ -99,7 +102,8 @@ def step(x):
         title="shapes differ from batch to batch",
         severity=Severity.warning,
         effect=Effect.memory,
-        why="A graph serves one shape. With many lengths there are as many captures, each with memory and time of its own.",
+        why="A graph serves one shape. With many lengths there are as many captures, each with memory and time of "
+        "its own.",
         fix="pad to one length or to a few (buckets)",
         broken="""
 batches = [torch.randn(length, 4) for length in (8, 6, 7, 5)]

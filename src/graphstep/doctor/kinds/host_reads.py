@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from graphstep.doctor.findings import Effect, Kind, Severity
 
-_WHY = "The host has to wait for the device to know the value. While a graph is captured nothing is computed yet, so CUDA "
+_WHY = (
+    "The host has to wait for the device to know the value. While a graph is captured nothing is computed yet, so CUDA "
+)
 
 HOST_READS: tuple[Kind, ...] = (
     Kind(

@@ -10,7 +10,8 @@ OPTIMIZERS: tuple[Kind, ...] = (
         title="the optimizer cannot be captured as it was built",
         severity=Severity.error,
         effect=Effect.capture_fails,
-        why="It keeps its learning rate or its number of steps on the host: torch refuses the capture, and where it does "
+        why="It keeps its learning rate or its number of steps on the host: torch refuses the capture, and where it "
+        "does "
         "not, every replay repeats the numbers of the capture.",
         fix="build it with fused=True or capturable=True, or step after the captured function",
         broken="""
@@ -62,7 +63,8 @@ def step(x):
         title="clipping reads the gradient norm on the host",
         severity=Severity.error,
         effect=Effect.capture_fails,
-        why="error_if_nonfinite=True asks whether the norm is finite before it goes on: the host waits, which CUDA refuses "
+        why="error_if_nonfinite=True asks whether the norm is finite before it goes on: the host waits, which CUDA "
+        "refuses "
         "in a capture.",
         fix="leave error_if_nonfinite out, and look at the returned norm after the step",
         broken="""

@@ -10,7 +10,8 @@ PROCESS: tuple[Kind, ...] = (
         title="expandable segments, with buffers that NCCL registers",
         severity=Severity.error,
         effect=Effect.capture_fails,
-        why="NCCL registers buffers of graphs at addresses that expandable segments of the allocator may unmap: a hang or "
+        why="NCCL registers buffers of graphs at addresses that expandable segments of the allocator may unmap: a "
+        "hang or "
         "an illegal access, on some GPUs only.",
         fix="set NCCL_GRAPH_REGISTER=0, or leave expandable_segments out of PYTORCH_CUDA_ALLOC_CONF",
         broken="""
@@ -80,7 +81,8 @@ def step(x):
         title="a stream is forked and not joined",
         severity=Severity.error,
         effect=Effect.capture_fails,
-        why="Work on another stream belongs to a capture only if that stream waits for the first one, and the first one "
+        why="Work on another stream belongs to a capture only if that stream waits for the first one, and the first "
+        "one "
         "waits for it at the end; else CUDA fails at the end of the capture, and names no line.",
         fix="side.wait_stream(torch.cuda.current_stream()) before, torch.cuda.current_stream().wait_stream(side) after",
         broken="""
@@ -108,7 +110,8 @@ def step(x):
         title="memory is collected in the step",
         severity=Severity.warning,
         effect=Effect.capture_fails,
-        why="Giving memory back to the driver fails in a capture, and a collection may run the destructor of an old graph in "
+        why="Giving memory back to the driver fails in a capture, and a collection may run the destructor of an old "
+        "graph in "
         "the middle of a new one. In eager runs it costs milliseconds a step.",
         fix="leave it out; once, before the capture, does no harm",
         broken="""

@@ -10,7 +10,8 @@ PYTHON_STATE: tuple[Kind, ...] = (
         title="a number, text or flag of Python changes from run to run",
         severity=Severity.error,
         effect=Effect.silently_wrong,
-        why="A replay runs no Python: the value stays what it was at the capture, and so does everything computed from it.",
+        why="A replay runs no Python: the value stays what it was at the capture, and so does everything computed "
+        "from it.",
         fix="keep it in a buffer on the device and update that in place, or change it outside of the step",
         broken="""
 class Model(nn.Module):
@@ -113,7 +114,8 @@ def step(x):
         title="a tensor is carried from run to run and replaced by another one",
         severity=Severity.error,
         effect=Effect.silently_wrong,
-        why="The graph reads the memory of the tensor that was there at the capture; a replay runs no Python that would "
+        why="The graph reads the memory of the tensor that was there at the capture; a replay runs no Python that "
+        "would "
         "put the new one in its place. Caches of keys and values that are concatenated are of this kind.",
         fix="allocate it once at its largest size (register_buffer) and write into it (copy_, index_copy_)",
         broken="""
@@ -190,7 +192,8 @@ def step(x):
         title="a hook is registered in the step",
         severity=Severity.error,
         effect=Effect.silently_wrong,
-        why="A replay runs no Python, so the hook is neither registered again nor removed; in eager runs there is one more "
+        why="A replay runs no Python, so the hook is neither registered again nor removed; in eager runs there is "
+        "one more "
         "of it after every step.",
         fix="register it once, before the first step",
         broken="""

@@ -10,7 +10,8 @@ RANDOMNESS: tuple[Kind, ...] = (
         title="a random number is drawn on the host",
         severity=Severity.error,
         effect=Effect.silently_wrong,
-        why="Numbers of Python's random and of NumPy become constants of the graph: every replay uses the one of the capture.",
+        why="Numbers of Python's random and of NumPy become constants of the graph: every replay uses the one of the "
+        "capture.",
         fix="draw on the device with torch (torch.rand(..., device=)), or draw outside and give it as a tensor",
         broken="""
 def step(x):
@@ -28,7 +29,8 @@ def step(x):
         title="a generator of its own is drawn from",
         severity=Severity.warning,
         effect=Effect.capture_fails,
-        why="A graph of CUDA advances only generators that were registered with it. graph_step and attach find them in the "
+        why="A graph of CUDA advances only generators that were registered with it. graph_step and attach find them "
+        "in the "
         "warmup runs; torch.cuda.graph does not.",
         fix="use the default generator, or register it: GraphSession.capture(..., generators=[...]), or "
         "CUDAGraph.register_generator_state",
@@ -49,7 +51,8 @@ def step(x):
         title="random numbers are seeded in the step",
         severity=Severity.error,
         effect=Effect.silently_wrong,
-        why="CUDA refuses to seed in a capture; where it is done on the host, a replay does not do it again and draws other "
+        why="CUDA refuses to seed in a capture; where it is done on the host, a replay does not do it again and "
+        "draws other "
         "numbers than the eager step.",
         fix="seed once, before the first step",
         broken="""
@@ -69,7 +72,8 @@ def step(x):
         title="a recomputed forward draws random numbers",
         severity=Severity.warning,
         effect=Effect.silently_wrong,
-        why="The recompute has to draw the mask of the forward again. Where forward and backward are two graphs, as with "
+        why="The recompute has to draw the mask of the forward again. Where forward and backward are two graphs, as "
+        "with "
         "one pair of graphs a layer, the generator cannot be put back, and the gradient belongs to another mask.",
         fix="turn off recompute or dropout there, or capture the whole step (graph_step, full_iteration)",
         broken="""

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from graphstep.doctor.findings import Effect, Kind, Severity
 
-_WHY = "The size of the result is known only when the values are: the host has to read it, which CUDA refuses in a capture, and "
+_WHY = (
+    "The size of the result is known only when the values are: the host has to read it, which CUDA refuses in a "
+    "capture, and "
+)
 
 SHAPES: tuple[Kind, ...] = (
     Kind(
@@ -72,7 +75,8 @@ def step(x):
         title="an operation whose result has a size that depends on values",
         severity=Severity.error,
         effect=Effect.capture_fails,
-        why=_WHY + "the shapes of a graph are fixed. Some do so with a minimum length, or without a given output size, too.",
+        why=_WHY
+        + "the shapes of a graph are fixed. Some do so with a minimum length, or without a given output size, too.",
         fix="give the size (output_size= of repeat_interleave), or write into a tensor of fixed size (scatter_add_)",
         broken="""
 repeats = torch.tensor([1, 2, 1, 2, 1, 2, 1, 2])
@@ -94,7 +98,8 @@ def step(x):
         title="values are written where a mask is set",
         severity=Severity.error,
         effect=Effect.capture_fails,
-        why="As many values are written as the mask has set: the host has to count them, which CUDA refuses in a capture.",
+        why="As many values are written as the mask has set: the host has to count them, which CUDA refuses in a "
+        "capture.",
         fix="use torch.where, masked_fill_ or masked_scatter_",
         broken="""
 ROWS = torch.tensor([True, False] * 4)
@@ -117,7 +122,8 @@ def step(x):
         title="the memory of a tensor is resized or replaced",
         severity=Severity.error,
         effect=Effect.capture_fails,
-        why="A graph works on memory at fixed addresses: memory that grows moves, and the graph would go on with the old.",
+        why="A graph works on memory at fixed addresses: memory that grows moves, and the graph would go on with the "
+        "old.",
         fix="allocate the tensor at its final size before the step and write into it",
         broken="""
 scratch = torch.empty(0)

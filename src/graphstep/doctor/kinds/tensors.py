@@ -10,7 +10,8 @@ TENSORS: tuple[Kind, ...] = (
         title="a tensor is made from Python values",
         severity=Severity.error,
         effect=Effect.capture_fails,
-        why="The values lie in ordinary memory of the host: the copy to the device waits, which CUDA refuses in a capture; "
+        why="The values lie in ordinary memory of the host: the copy to the device waits, which CUDA refuses in a "
+        "capture; "
         "where it is a single number it becomes a constant of the graph.",
         fix="use torch.full or a plain number, or make the tensor before the step (register_buffer)",
         broken="""
@@ -31,7 +32,8 @@ def step(x):
         title="a tensor is made on the CPU",
         severity=Severity.error,
         effect=Effect.capture_fails,
-        why="Without device= it lies on the host, whatever the others do. Its work is not a part of the graph, and bringing "
+        why="Without device= it lies on the host, whatever the others do. Its work is not a part of the graph, and "
+        "bringing "
         "it to the device waits, which CUDA refuses in a capture.",
         fix="give the device: device=x.device, or torch.zeros_like(x), x.new_zeros(...)",
         broken="""
@@ -50,7 +52,8 @@ def step(x):
         title="the batch is moved to the device inside the step",
         severity=Severity.warning,
         effect=Effect.silently_wrong,
-        why="A captured copy reads the memory of the host that the batch of the capture had, and from memory that is not "
+        why="A captured copy reads the memory of the host that the batch of the capture had, and from memory that is "
+        "not "
         "pinned it cannot be captured at all.",
         fix="move the batch before the step, from pinned memory with non_blocking=True; graph_step and "
         "FullCudaGraphWrapper do so with their arguments",
@@ -71,7 +74,8 @@ def step(x):
         title="a number is written at positions that a tensor tells",
         severity=Severity.error,
         effect=Effect.capture_fails,
-        why="The number becomes a tensor of the host first, whose copy to the device waits: CUDA refuses that in a capture.",
+        why="The number becomes a tensor of the host first, whose copy to the device waits: CUDA refuses that in a "
+        "capture.",
         fix="use index_fill_ or scatter_, which take numbers, or write a tensor of the device",
         broken="""
 rows = torch.tensor([0, 2])

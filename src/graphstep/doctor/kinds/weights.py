@@ -30,7 +30,8 @@ def step(x):
         title="a parameter is written in the forward",
         severity=Severity.warning,
         effect=Effect.silently_wrong,
-        why="Layers that are captured together are launched at once, and a recomputed forward writes again: the weights "
+        why="Layers that are captured together are launched at once, and a recomputed forward writes again: the "
+        "weights "
         "that a backward uses may not be those of its forward.",
         fix="write into weights after the backward, or compute the changed weight without keeping it",
         broken="""
@@ -51,7 +52,8 @@ def step(x):
         title="a buffer is replaced by another tensor",
         severity=Severity.error,
         effect=Effect.silently_wrong,
-        why="The graph reads the memory that the buffer had at the capture; a replay runs no Python that would put the new "
+        why="The graph reads the memory that the buffer had at the capture; a replay runs no Python that would put "
+        "the new "
         "tensor in its place.",
         fix="write into the buffer (copy_, add_)",
         broken="""
@@ -92,7 +94,8 @@ def step(x):
         title="a tensor that was computed from a weight goes stale",
         severity=Severity.error,
         effect=Effect.silently_wrong,
-        why="The weight changes with each update, or when weights are loaded; the copy that was made of it before (cast, "
+        why="The weight changes with each update, or when weights are loaded; the copy that was made of it before "
+        "(cast, "
         "transposed, packed) does not, and the graph reads the copy.",
         fix="compute it in the step, or write it anew into the same memory after each change of the weight",
         broken="""
@@ -113,7 +116,8 @@ def step(x):
         title="a tensor from outside of the modules is written in place",
         severity=Severity.note,
         effect=Effect.silently_wrong,
-        why="A replay writes again, so it adds up with each one; whoever prepares it for a step has to do so before each "
+        why="A replay writes again, so it adds up with each one; whoever prepares it for a step has to do so before "
+        "each "
         "replay, and runs for warmup count too unless they are undone.",
         fix="nothing, if it is to add up; else make the result a new tensor, or keep it as a buffer of a module",
         broken="""
@@ -136,7 +140,8 @@ def step(x):
         title="a recomputed forward writes a buffer again",
         severity=Severity.warning,
         effect=Effect.silently_wrong,
-        why="The forward runs twice, once in the backward: what it adds to a buffer counts twice. Capturing repeats that.",
+        why="The forward runs twice, once in the backward: what it adds to a buffer counts twice. Capturing repeats "
+        "that.",
         fix="update the buffer outside of the recomputed part",
         broken="""
 from torch.utils.checkpoint import checkpoint
@@ -180,7 +185,8 @@ def step(x):
         title="the step writes into its batch",
         severity=Severity.error,
         effect=Effect.silently_wrong,
-        why="A replay works on copies of the arguments at fixed addresses: what it writes there does not reach the caller.",
+        why="A replay works on copies of the arguments at fixed addresses: what it writes there does not reach the "
+        "caller.",
         fix="write into a clone, and return what the caller is to see",
         broken="""
 def step(x):
@@ -198,7 +204,8 @@ def step(x):
         title="a module with parameters is called and belongs to no module",
         severity=Severity.error,
         effect=Effect.silently_wrong,
-        why="It lies in a list, a closure or a function, or is made anew in each run: parameters() and named_modules() do "
+        why="It lies in a list, a closure or a function, or is made anew in each run: parameters() and "
+        "named_modules() do "
         "not find it, so it gets no graph, is not moved and not trained.",
         fix="assign it to an attribute of the module, or use nn.ModuleList or nn.ModuleDict",
         broken="""
@@ -241,7 +248,8 @@ def step(x):
         title="a gradient is replaced by another tensor",
         severity=Severity.warning,
         effect=Effect.silently_wrong,
-        why="The graph of a backward adds to the memory that .grad had, and the optimizer reads the memory that it has: "
+        why="The graph of a backward adds to the memory that .grad had, and the optimizer reads the memory that it "
+        "has: "
         "where they are captured apart these are no longer the same.",
         fix="write into the gradient (parameter.grad.mul_(...))",
         broken="""
