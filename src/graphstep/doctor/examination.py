@@ -33,6 +33,7 @@ from graphstep.doctor.watch_functions import FunctionWatch
 from graphstep.doctor.watch_modules import ModuleWatch
 from graphstep.doctor.watch_operations import OperationWatch
 from graphstep.engine import torch_private
+from graphstep.engine.host_reads import answers_as_capturing
 from graphstep.errors import CaptureError, ConfigError, Problem
 from graphstep.strategies.iteration_refusals import with_children
 from graphstep.strategies.optimizers_inside import OptimizersInside
@@ -141,7 +142,10 @@ class _Examination:
     # ----- one run
 
     def _run(self, batch: Any, number: int) -> None:
-        notes, optimizers = self._notes, self._parts.optimizers
+        notes = self._notes
+        read = (place.value() for place in self._places)
+        known = {id(each): each for each in (*self._parts.optimizers, *read) if isinstance(each, Optimizer)}
+        optimizers = list(known.values())
         modules = with_children(self._parts.modules())
         notes.roles = Roles.of(modules, optimizers, tensors_of(batch))
         notes.is_listening = number > 0
@@ -165,14 +169,16 @@ class _Examination:
             enter(torch_private.compiled_code_off())
             # The backward of tensors on a GPU runs in another thread otherwise, where Python's hooks see nothing.
             enter(torch.autograd.set_multithreading_enabled(False))
-            if number > 0:  # So that lines of the forward are known in the backward.
+            if number == 1:  # So that lines of the forward are known in the backward. Slow where Python is watched.
                 enter(torch.autograd.set_detect_anomaly(True, check_nan=False))
+            if number > 0:  # Libraries read values where they are run eagerly, and not under capture.
+                enter(answers_as_capturing(lambda: True))
             enter(self._parts.watching(self._steps))
             enter(self._modules.watching())
             if number > 0:
                 enter(self._functions)
             enter(self._operations)
-            if number > 0:
+            if number > 1:
                 enter(self._calls.watching())
             yield
 

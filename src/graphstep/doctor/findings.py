@@ -140,6 +140,10 @@ class FindingList:
         """True if it is known."""
         return (code, where.file, where.line) in self._found
 
+    def has_in_backward(self, code: str) -> bool:
+        """True if it is known at some line of a forward whose backward it is in."""
+        return any(finding.code == code and finding.part == "backward" for finding in self._found.values())
+
     def drop(self, code: str, where: SourceLine) -> None:
         """Forget one that another explains better."""
         self._found.pop((code, where.file, where.line), None)

@@ -138,7 +138,10 @@ class Notes:
         if (only_direct and not spot.is_direct) or (only_own and (not spot.is_own or self.ground.has_libraries)):
             return None
         if spot.is_in_backward and spot.part == "backward":
-            made = self.ground.made_in_forward() if ".backward(" in spot.line.text else None
+            is_call = ".backward(" in spot.line.text
+            made = self.ground.made_in_forward() if is_call else None
+            if is_call and made is None and self.findings.has_in_backward(code):
+                return None  # It was told in a run in which the lines of the forward were known.
             if made is not None:
                 detail = "; ".join(filter(None, [detail, f"in the backward that {_short(spot.line)} starts"]))
                 spot = Spot(made, spot.is_own, spot.is_direct, spot.inside, spot.parts, True)

@@ -196,13 +196,24 @@ class OperationWatch(torch_private.DispatchMode):
         """The weight whose values a tensor has, in another order or type."""
         if tensor.numel() < 2 or tensor.numel() > _MOST_COMPARED or not tensor.is_floating_point():
             return None
-        for name, weight in self._notes.roles.trained.values():
-            if weight.numel() == tensor.numel() and weight.device == tensor.device:
-                with torch.no_grad():
-                    mine = tensor.detach().flatten().sort().values
-                    theirs = weight.detach().to(tensor.dtype).flatten().sort().values
-                    if torch.equal(mine, theirs) and not torch.equal(mine[0], mine[-1]):
-                        return name
+        alike = [
+            (name, weight)
+            for name, weight in self._notes.roles.trained.values()
+            if weight.numel() == tensor.numel() and weight.device == tensor.device
+        ]
+        if not alike:
+            return None
+        with torch.no_grad():
+            mine = tensor.detach()
+            least, most = torch.aminmax(mine)
+            if torch.equal(least, most):
+                return None
+            for name, weight in alike:
+                theirs = weight.detach().to(mine.dtype)
+                if not all(map(torch.equal, torch.aminmax(theirs), (least, most))):
+                    continue
+                if torch.equal(mine.flatten().sort().values, theirs.flatten().sort().values):
+                    return name
         return None
 
     def _writes(self, traits: OperationTraits, args: Any, kwargs: Any) -> None:
