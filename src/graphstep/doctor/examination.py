@@ -131,9 +131,8 @@ class _Examination:
             reads.add_function(function)
         for module in [*modules, *reads.modules.values()]:
             for inner in module.modules():
-                for hooks in (inner._forward_hooks, inner._forward_pre_hooks, inner._backward_hooks):
-                    for hook in hooks.values():
-                        reads.add_function(hook)
+                for hook in _hooks_of(inner):
+                    reads.add_function(hook)
         reads.add_modules(modules)
         self._parts.add_modules(reads.modules.values())
         self._places = reads.places
@@ -214,8 +213,17 @@ class _Examination:
         iterators = [place.path for place in self._places if _is_iterator(place.value())]
         if iterators:
             for line in self._calls.taken or [self._target.where]:
-                spot = Spot(line, True, True, "", frozenset(), False)
+                spot = Spot(line, True, True, "", frozenset(), frozenset(), False)
                 self._notes.add("GS-D004", f"next({iterators[0]})", spot=spot, part="data")
+
+
+def _hooks_of(module: nn.Module) -> Iterator[Any]:
+    for hooks in (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks):
+        yield from hooks.values()
+    for parameter in module._parameters.values():
+        if parameter is not None:
+            yield from (getattr(parameter, "_backward_hooks", None) or {}).values()
+            yield from torch_private.post_accumulate_hooks(parameter)
 
 
 def _is_iterator(value: Any) -> bool:

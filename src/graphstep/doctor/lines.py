@@ -52,13 +52,15 @@ class Spot:
     inside: str
     """The line of a library that the user's line has called, if any."""
     parts: frozenset[str]
-    """Parts of torch that are at work, such as :data:`OPTIMIZER`."""
+    """Parts of torch that the line has called, such as :data:`OPTIMIZER`."""
+    around: frozenset[str]
+    """The same, and those that have called the line's function."""
     is_in_backward: bool
 
     @property
     def part(self) -> str:
         """``forward``, ``backward`` or ``optimizer``."""
-        if self.parts & {OPTIMIZER, SCALER, CLIPPING}:
+        if self.around & {OPTIMIZER, SCALER, CLIPPING}:
             return "optimizer"
         return "backward" if self.is_in_backward else "forward"
 
@@ -95,6 +97,7 @@ class Ground:
         library: SourceLine | None = None
         is_direct: bool | None = None
         parts: set[str] = set()
+        around: set[str] = set()
         while frame is not None and frame.f_code is not _OUTERMOST:
             name = frame.f_code.co_filename
             if own is None and self.owns(name):
@@ -104,7 +107,9 @@ class Ground:
                 is_direct, library = None, None  # What lies further in is the watcher's.
             elif name.startswith(_TORCH):
                 below = name[len(_TORCH) :]
-                parts.update(part for part in _PARTS if below.startswith(part))
+                found = {part for part in _PARTS if below.startswith(part)}
+                around |= found
+                parts |= found if own is None else set()
                 if (
                     own is None
                     and is_direct is None
@@ -117,7 +122,7 @@ class Ground:
         in_backward = torch_private.backward_pass() is not None
         line = own or library or self.fallback
         inside = f"in {_short(library.file)}:{library.line}" if own is not None and library is not None else ""
-        return Spot(line, own is not None, bool(is_direct), inside, frozenset(parts), in_backward)
+        return Spot(line, own is not None, bool(is_direct), inside, frozenset(parts), frozenset(around), in_backward)
 
     def made_in_forward(self) -> SourceLine | None:
         """In a backward: the line of the forward whose gradient is computed, where torch has kept it."""

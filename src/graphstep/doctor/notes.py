@@ -144,7 +144,7 @@ class Notes:
                 return None  # It was told in a run in which the lines of the forward were known.
             if made is not None:
                 detail = "; ".join(filter(None, [detail, f"in the backward that {_short(spot.line)} starts"]))
-                spot = Spot(made, spot.is_own, spot.is_direct, spot.inside, spot.parts, True)
+                spot = Spot(made, spot.is_own, spot.is_direct, spot.inside, spot.parts, spot.around, True)
         self.findings.add(
             KINDS[code],
             spot.line,

@@ -54,6 +54,11 @@ class PythonState:
         self._rates = [dict(group) for group in self._groups]
         self._tensors = list(_own_tensors(modules))
         self._random = _host_random()
+        self._generators = [
+            (place.path, generator, state)
+            for place in places
+            if (state := state_of(generator := place.value())) is not None
+        ]
 
     def changes(self, used: set[int]) -> list[Change]:
         """What differs by now.
@@ -83,7 +88,7 @@ class PythonState:
         for name, read in _HOST_RANDOM.items():
             if now[name] != self._random[name]:
                 yield Change("GS-R001", name, name, read)
-        for path, generator, state in self._attributes.noted.generators:
+        for path, generator, state in (*self._generators, *self._attributes.noted.generators):
             if state_of(generator) != state:
                 yield Change("GS-R001", path, path, partial(state_of, generator))
 
@@ -108,7 +113,7 @@ class PythonState:
     def _tensor_set(
         self, path: str, value: Tensor | None, after: Tensor, used: set[int], owners: dict[str, tuple[Any, Any]]
     ) -> Iterator[Change]:
-        if path not in owners:
+        if path not in owners or any(value is tensor for _, _, _, tensor, _ in self._tensors):
             return
         storage = storage_of(value)
         if storage is not None and storage in used and storage != storage_of(after):
@@ -153,7 +158,7 @@ class LineFinder:
                 self._add(change, self._notes.ground.fallback)
 
     def _add(self, change: Change, line: SourceLine) -> None:
-        spot = Spot(line, True, True, "", frozenset(), False)
+        spot = Spot(line, True, True, "", frozenset(), frozenset(), False)
         self._notes.add(change.code, _operation(change), detail=change.detail, spot=spot, part="")
 
 

@@ -6,6 +6,7 @@ import builtins
 import gc
 import inspect
 import logging
+import os
 import random
 import sys
 import time
@@ -26,6 +27,12 @@ OnLine = Callable[[SourceLine | None], None]
 
 _CLOCKS: Final = frozenset(
     {time.time, time.perf_counter, time.monotonic, time.process_time, time.time_ns, time.perf_counter_ns}
+)
+_TORCH: Final = os.path.dirname(torch.__file__) + os.sep
+_WRAPPERS: Final = (
+    _TORCH + "_dynamo" + os.sep,
+    _TORCH + "_compile.py",
+    os.path.join(_TORCH, "utils", "_contextlib.py"),
 )
 _MODULE_HOOKS: Final = (
     "register_forward_hook",
@@ -106,6 +113,8 @@ class CallWatch:
         is_own = self._notes.ground.owns(frame.f_code.co_filename)
         if is_own and function is builtins.next:
             self.taken.setdefault(SourceLine(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_qualname))
+        elif is_own and function is torch.from_numpy:
+            self._note("GS-T001", "torch.from_numpy", frame)
         elif is_own and function is builtins.print:
             self._note("GS-Y005", "print", frame)
         elif is_own and function is gc.collect:
@@ -117,7 +126,9 @@ class CallWatch:
             self._note("GS-Y006", f"time.{function.__name__}", frame)
 
     def _note(self, code: str, operation: str, frame: FrameType | None, **more: Any) -> None:
-        """A call of the user's own."""
+        """A call of the user's own, whatever torch has wrapped around the function."""
+        while frame is not None and frame.f_code.co_filename.startswith(_WRAPPERS):
+            frame = frame.f_back
         if frame is not None and self._notes.is_listening and self._notes.ground.owns(frame.f_code.co_filename):
             self._notes.add(code, operation, spot=self._notes.ground.spot(frame), only_own=True, **more)
 

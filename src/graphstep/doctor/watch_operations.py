@@ -25,6 +25,9 @@ from graphstep.errors import CaptureError
 _NUMBERS: Final = frozenset({"item", "__int__", "__float__", "__index__", "__complex__", "__len__", "__round__"})
 _BRANCHES: Final = frozenset({"__bool__", "__nonzero__", "is_nonzero", "__contains__"})
 _COMPARISONS: Final = frozenset({"equal", "allclose", "is_same_size"})
+_READ_IN_BACKWARD: Final = frozenset({"aten::prod", "aten::cumprod", "aten::_linalg_det"})
+"""Operations whose backward on a GPU reads values. Under a dispatch mode torch takes another way, so it is not seen."""
+_BACKWARDS: Final = frozenset({"backward", "grad"})
 _NOT_OPERATIONS: Final = frozenset({"profiler", "prim"})
 _MOST_COMPARED: Final = 1 << 26
 """Entries of a tensor that is compared with a weight of its size."""
@@ -80,6 +83,8 @@ class OperationWatch(torch_private.DispatchMode):
         given = self._note_inputs(traits, args, kwargs)
         if not self._notes.is_quiet:
             self._check(traits, args, kwargs)
+        if traits.name.partition(".")[0] in _READ_IN_BACKWARD and torch.is_grad_enabled() and args[0].requires_grad:
+            self._notes.add("GS-H012", traits.name, part="backward")
         if traits.is_random:
             self._random(traits, args, kwargs)
         if traits.written and traits.replay is not Replay.COLLECTIVE:
@@ -105,7 +110,9 @@ class OperationWatch(torch_private.DispatchMode):
         if not notes.is_listening:
             return
         spot = notes.spot()
-        function = notes.function if not spot.is_in_backward else ""
+        function = notes.function
+        if spot.is_in_backward and function in _BACKWARDS:
+            function = ""  # It is an operation of autograd's own.
         if spot.is_in_backward and torch.is_anomaly_check_nan_enabled():
             return  # It is the check of the user's anomaly detection.
         code = self._code_of(traits, function, spot, args)
@@ -143,7 +150,7 @@ class OperationWatch(torch_private.DispatchMode):
             self._notes.add("GS-R002", traits.name)
         if torch_private.backward_pass() is not None and self._notes.is_listening:
             spot = self._notes.spot()
-            if CHECKPOINT in spot.parts:
+            if CHECKPOINT in spot.around:
                 self._notes.add("GS-R004", traits.name, spot=spot)
 
     # ----- memory that is older than the run
@@ -226,12 +233,12 @@ class OperationWatch(torch_private.DispatchMode):
                 self.written_buffers[roles.buffers[key]] = None
                 if torch_private.backward_pass() is not None and self._notes.is_listening:
                     spot = self._notes.spot()
-                    if CHECKPOINT in spot.parts:
+                    if CHECKPOINT in spot.around:
                         self._notes.add("GS-W006", traits.name, detail=roles.buffers[key], spot=spot)
             elif key in roles.parameters:
                 if not self._has_backward:
                     spot = self._notes.spot()
-                    if OPTIMIZER not in spot.parts:
+                    if OPTIMIZER not in spot.around:
                         self._notes.add(
                             "GS-W002", traits.name, detail=roles.parameters[key], spot=spot, only_direct=True
                         )

@@ -244,4 +244,23 @@ def step(x):
     layer(x).sum().backward()
 """,
     ),
+    Kind(
+        code="GS-H012",
+        title="the forward can be captured, and the backward reads values",
+        severity=Severity.error,
+        effect=Effect.capture_fails,
+        why="The gradient of a product has to know where there are zeros: the kernel of a GPU asks the host, which CUDA "
+        "refuses in a capture. The one of the CPU need not show it.",
+        fix="compute it from logarithms (x.log().sum().exp()), or multiply the factors one by one",
+        broken="""
+def step(x):
+    y = F.softplus(layer(x)).prod(1)  # here
+    y.sum().backward()
+""",
+        mended="""
+def step(x):
+    y = F.softplus(layer(x)).log().sum(1).exp()
+    y.sum().backward()
+""",
+    ),
 )
