@@ -134,8 +134,9 @@ class _Examination:
                 for hook in _hooks_of(inner):
                     reads.add_function(hook)
         reads.add_modules(modules)
-        self._parts.add_modules(reads.modules.values())
         self._places = reads.places
+        held = (place.value() for place in self._places)
+        self._parts.add_modules([*reads.modules.values(), *(each for each in held if isinstance(each, nn.Module))])
         self._modules.know([module for _, module in self._parts.modules()])
 
     # ----- one run
