@@ -41,7 +41,7 @@ _SMALL: Final[Mapping[str, int]] = MappingProxyType(
     }
 )
 """The most that these fields may be: what decides how much there is to compute, and not how."""
-_HEADS, _HEAD_DIM = 4, 16
+_HEADS, _HEAD_DIM, _EXPERTS_OF_GROUP = 4, 16, 4
 _TOKENS: Final = ("pad_token_id", "bos_token_id", "eos_token_id")
 _MOST_PARAMETERS: Final = 300_000_000
 
@@ -126,6 +126,9 @@ def _made_small(config: Any) -> Any:
         value = getattr(text, name, None)
         if isinstance(value, int) and value > most:
             setattr(text, name, most)
+    num_groups = getattr(text, "n_group", None)
+    if isinstance(num_groups, int) and num_groups > 1:
+        text.n_routed_experts = _EXPERTS_OF_GROUP * num_groups
     heads = getattr(text, "num_attention_heads", None)
     has_usual_heads = not hasattr(text, "kv_lora_rank") and not hasattr(text, "state_size")
     if isinstance(heads, int) and heads > _HEADS and has_usual_heads:
