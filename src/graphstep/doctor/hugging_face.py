@@ -129,16 +129,7 @@ def _made_small(config: Any) -> Any:
     num_groups = getattr(text, "n_group", None)
     if isinstance(num_groups, int) and num_groups > 1:
         text.n_routed_experts = _EXPERTS_OF_GROUP * num_groups
-    heads = getattr(text, "num_attention_heads", None)
-    has_usual_heads = not hasattr(text, "kv_lora_rank") and not hasattr(text, "state_size")
-    if isinstance(heads, int) and heads > _HEADS and has_usual_heads:
-        shared = getattr(text, "num_key_value_heads", None)
-        if isinstance(shared, int):
-            text.num_key_value_heads = _HEADS if shared == heads else 1 if shared == 1 else _HEADS // 2
-        text.num_attention_heads = _HEADS
-        text.hidden_size = _HEADS * _HEAD_DIM
-        if isinstance(getattr(text, "head_dim", None), int):
-            text.head_dim = _HEAD_DIM
+    _make_heads_few(text)
     layers = getattr(text, "num_hidden_layers", None)
     for name in ("layer_types", "mlp_layer_types"):
         kinds = getattr(text, name, None)
@@ -149,6 +140,25 @@ def _made_small(config: Any) -> Any:
         if isinstance(value, int) and value >= text.vocab_size:
             setattr(text, name, 0)
     return config
+
+
+def _make_heads_few(text: Any) -> None:
+    """Few heads, and the width that they make up."""
+    heads = getattr(text, "num_attention_heads", None)
+    if hasattr(text, "state_size"):  # Mamba: heads of the inner width.
+        if isinstance(getattr(text, "num_heads", None), int) and isinstance(getattr(text, "expand", None), int):
+            text.num_heads, text.n_groups = _HEADS, 1
+            text.hidden_size = _HEADS * _HEAD_DIM
+            text.head_dim = text.expand * _HEAD_DIM
+    elif isinstance(heads, int) and heads > _HEADS:
+        shared = getattr(text, "num_key_value_heads", None)
+        if isinstance(shared, int):
+            text.num_key_value_heads = _HEADS if shared == heads else 1 if shared == 1 else _HEADS // 2
+        text.num_attention_heads = _HEADS
+        text.hidden_size = _HEADS * _HEAD_DIM
+        # With latent attention the width of a head is that of its rotary part.
+        if isinstance(getattr(text, "head_dim", None), int) and not hasattr(text, "kv_lora_rank"):
+            text.head_dim = _HEAD_DIM
 
 
 def _one_of_each(kinds: list[Any], number: int) -> list[Any]:

@@ -14,7 +14,8 @@ from graphstep.training.setup import build_model, with_vocabulary
 from graphstep.training.step import forward_backward_no_pipelining
 
 _VOCABULARY, _NUM_BATCHES = 512, 4
-_MOST_MICROBATCHES = 2
+_MOST_MICROBATCHES, _MOST_SEQUENCES, _MOST_TOKENS = 2, 2, 128
+"""More would take longer and show the same."""
 
 
 def options_target(argv: Sequence[str], environment: Mapping[str, str]) -> Target:
@@ -31,7 +32,8 @@ def options_target(argv: Sequence[str], environment: Mapping[str, str]) -> Targe
     model = build_model(config, device=torch.device("cpu"))
     generator = torch.Generator().manual_seed(config.training.seed)
     number = min(config.training.num_microbatches, _MOST_MICROBATCHES)
-    shape = (number, config.training.micro_batch_size, config.model.seq_length)
+    num_sequences = min(config.training.micro_batch_size, _MOST_SEQUENCES)
+    shape = (number, num_sequences, min(config.model.seq_length, _MOST_TOKENS))
 
     def step(tokens: Tensor, labels: Tensor) -> Tensor:
         def batches() -> Iterator[dict[str, Tensor]]:

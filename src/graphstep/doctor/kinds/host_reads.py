@@ -249,8 +249,8 @@ def step(x):
         title="the forward can be captured, and the backward reads values",
         severity=Severity.error,
         effect=Effect.capture_fails,
-        why="The gradient of a product has to know where there are zeros: the kernel of a GPU asks the host, which CUDA "
-        "refuses in a capture. The one of the CPU need not show it.",
+        why="The gradient of a product has to know where there are zeros: the kernel of a GPU asks the host, which "
+        "CUDA refuses in a capture. The one of the CPU need not show it.",
         fix="compute it from logarithms (x.log().sum().exp()), or multiply the factors one by one",
         broken="""
 def step(x):
