@@ -44,7 +44,9 @@ Exit codes: 0 nothing that counts, 1 an error, 3 a warning (or note) and no erro
 
 
 @dataclass(kw_only=True, slots=True)
-class _Options:
+class DoctorOptions:
+    """What a command line says; see ``HELP``."""
+
     target: str | None = None
     train: Sequence[str] | None = None
     batches: str = "batches"
@@ -67,7 +69,7 @@ def run(argv: Sequence[str]) -> int:
     Raises:
         UserInputError: bad options, no such target, or a target that fails.
     """
-    options = _read(argv)
+    options = read_doctor_options(argv)
     if options.codes:
         from graphstep.doctor.findings_page import findings_page
 
@@ -105,8 +107,13 @@ def run(argv: Sequence[str]) -> int:
     return diagnosis.exit_code(None if options.fail_on == "never" else Severity(options.fail_on))
 
 
-def _read(argv: Sequence[str]) -> _Options:
-    options, problems = _Options(), list[Problem]()
+def read_doctor_options(argv: Sequence[str]) -> DoctorOptions:
+    """Read the words of a command line.
+
+    Raises:
+        ConfigError: all that is wrong with them.
+    """
+    options, problems = DoctorOptions(), list[Problem]()
     words = list(argv)
     while words:
         word = words.pop(0)
@@ -139,7 +146,7 @@ def _read(argv: Sequence[str]) -> _Options:
     return options
 
 
-def _set(options: _Options, name: str, text: str) -> list[Problem]:
+def _set(options: DoctorOptions, name: str, text: str) -> list[Problem]:
     if name == "--runs":
         if text.isascii() and text.isdigit() and 2 <= int(text[:6]) <= 1000:
             options.runs = int(text)
