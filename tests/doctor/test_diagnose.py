@@ -229,6 +229,7 @@ def test_process_is_left_as_it_was(fails: bool) -> None:
             raise ValueError
 
     tracer, profiler, capturing = sys.gettrace(), sys.getprofile(), torch.cuda.is_current_stream_capturing
+    waits = torch.cuda.synchronize, torch.cuda.Stream
     hooks = [dict(each) for each in global_hooks()]
     try:
         graphstep.diagnose(step, batches())
@@ -237,6 +238,7 @@ def test_process_is_left_as_it_was(fails: bool) -> None:
     assert (sys.gettrace(), sys.getprofile()) == (tracer, profiler)
     assert torch.cuda.is_current_stream_capturing is capturing
     assert [dict(each) for each in global_hooks()] == hooks
+    assert (torch.cuda.synchronize, torch.cuda.Stream) == waits
     assert not torch.is_anomaly_enabled()
     assert torch.autograd.is_multithreading_enabled() if hasattr(torch.autograd, "is_multithreading_enabled") else True
 

@@ -18,7 +18,7 @@ _SWITCHES = ("--json", "--codes")
 _LEVELS = ("error", "warning", "note", "never")
 
 HELP = """\
-usage: graphstep doctor TARGET [options]
+usage: graphstep doctor [options] TARGET
        graphstep doctor [options] -- [options of graphstep train]
 
 Run a step a few times on this machine, with a GPU or without, and say what of it a CUDA graph cannot capture, would

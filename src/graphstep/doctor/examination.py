@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from graphstep.capture.places import Place
+from graphstep.doctor.capturable import capturable_on_cpu
 from graphstep.doctor.data_path import DataPath, tensors_of
 from graphstep.doctor.diagnosis import Diagnosis
 from graphstep.doctor.environment import look_at_environment, names_collectives
@@ -26,6 +27,7 @@ from graphstep.doctor.notes import Notes, Roles
 from graphstep.doctor.python_state import LineFinder, PythonState
 from graphstep.doctor.settle import settle
 from graphstep.doctor.source import Sources
+from graphstep.doctor.stand_in import cuda_stood_in
 from graphstep.doctor.static_look import StaticLook
 from graphstep.doctor.target import Target, call_of, target_of
 from graphstep.doctor.watch_calls import CallWatch
@@ -93,11 +95,12 @@ class _Examination:
 
     def result(self, num_runs: int) -> Diagnosis:
         begin = time.perf_counter()
-        batches = self._batches(num_runs + 1)
-        self._read_code()
-        for number, batch in enumerate(batches):
-            self._run(batch, number)
+        with cuda_stood_in(self._notes.add):
+            batches = self._batches(num_runs + 1)
             self._read_code()
+            for number, batch in enumerate(batches):
+                self._run(batch, number)
+                self._read_code()
         self._finder.finish()
         self._look_around(batches)
         settle(self._findings)
@@ -174,6 +177,7 @@ class _Examination:
             if number > 0:  # Libraries read values where they are run eagerly, and not under capture.
                 enter(answers_as_capturing(lambda: True))
             enter(self._parts.watching(self._steps))
+            enter(capturable_on_cpu(notes=self._notes))  # After the look at how they are built.
             enter(self._modules.watching())
             if number > 0:
                 enter(self._functions)

@@ -15,6 +15,7 @@ from typing import Any, Final
 from torch import Tensor, nn
 
 from graphstep.config.suggest import suggestion
+from graphstep.doctor.stand_in import cuda_stood_in
 from graphstep.doctor.target import Target, needs_arguments, takes_arguments, target_of
 from graphstep.errors import Problem, UserInputError
 
@@ -143,7 +144,8 @@ def _is_step(value: Any) -> bool:
 def _explained(word: str) -> Iterator[None]:
     """Turn errors of the user's code into one message."""
     try:
-        yield
+        with cuda_stood_in(_unnoted):
+            yield
     except UserInputError:
         raise
     except SystemExit as error:
@@ -152,6 +154,10 @@ def _explained(word: str) -> Iterator[None]:
         raise UserInputError(Problem("target-exit", what, word, fix)) from error
     except Exception as error:
         raise failed(error, word, f"importing or setting up {word}") from error
+
+
+def _unnoted(_code: str, _operation: str) -> None:
+    """What is done before the step is no concern of graphs."""
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from graphstep.training.setup import build_model, with_vocabulary
 from graphstep.training.step import forward_backward_no_pipelining
 
 _VOCABULARY, _NUM_BATCHES = 512, 4
-_MOST_MICROBATCHES, _MOST_SEQUENCES, _MOST_TOKENS = 2, 2, 128
+_MOST_MICROBATCHES, _MOST_SEQUENCES, _MOST_TOKENS = 2, 1, 64
 """More would take longer and show the same."""
 
 
