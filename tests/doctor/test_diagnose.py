@@ -278,3 +278,25 @@ def test_memory_of_the_runs_is_given_back() -> None:
     graphstep.diagnose(step, batches())
     gc.collect()
     assert kept[0]() is None
+
+
+def test_libraries_are_told_that_this_is_a_capture_but_optimizers_are_not() -> None:
+    layer, told = nn.Linear(4, 4), dict[str, bool]()
+
+    def is_told() -> bool:
+        asked: Any = torch.cuda.is_current_stream_capturing
+        return hasattr(asked, "is_inside") and asked.is_inside()
+
+    class Asking(torch.optim.Optimizer):
+        def step(self, closure: Any = None) -> None:
+            told["step"] = is_told()
+
+    optimizer = Asking(layer.parameters(), {})
+
+    def step(x: torch.Tensor) -> None:
+        told["forward"] = is_told()
+        layer(x).sum().backward()
+        optimizer.step()
+
+    graphstep.diagnose(step, batches())
+    assert told == {"forward": True, "step": False}

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.doctor.programs import BROKEN, CATALOGUE, RIGHT
+from tests.doctor.programs import CATALOGUE
 
 from graphstep.cli.main import main
 from graphstep.doctor.kinds import KINDS
@@ -178,10 +178,6 @@ def test_module_of_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.chdir(tmp_path)
     written(tmp_path, "batches = [torch.randn(8, 4)]\n\ndef step(x):\n    layer(x).sum().item()\n", "doctored.py")
     assert main(["doctor", "doctored:step"]) == 1
-
-
-def test_catalogue_has_no_file_twice() -> None:
-    assert {path.stem for path in BROKEN}.isdisjoint(path.stem for path in RIGHT)
 
 
 def test_options_of_train(capsys: pytest.CaptureFixture[str]) -> None:

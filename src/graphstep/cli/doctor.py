@@ -29,7 +29,8 @@ TARGET is one of
                         or a set-up: takes no arguments, and returns the step, or (step, batches)
   module:function       the same in a module that Python can import; a class or object of nn.Module will do, too
   FOLDER, config.json   a model of Hugging Face: a small one with random weights is built from its configuration
-Without TARGET, the options after -- describe a model of graphstep train.
+Without TARGET, the options after -- describe a model of graphstep train, such as -- --num-layers 4
+--cuda-graph-impl local.
 
 options:
   --batches NAME        the variable with the batches (default: batches)

@@ -18,6 +18,7 @@ def capturable_on_cpu(*, notes: Notes) -> Iterator[None]:
     flagged: list[dict[str, Any]] = []
 
     def before(optimizer: Optimizer, _arguments: Any, _named: Any) -> None:
+        notes.is_stepping = True
         for group in optimizer.param_groups:
             is_on_cpu = any(parameter.device.type == "cpu" for parameter in group["params"])
             if group.get("capturable") and not group.get("fused") and is_on_cpu:
@@ -29,6 +30,7 @@ def capturable_on_cpu(*, notes: Notes) -> Iterator[None]:
         put_back()
 
     def put_back() -> None:
+        notes.is_stepping = False
         if flagged:
             notes.is_quiet = False
         for group in flagged:

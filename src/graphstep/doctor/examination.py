@@ -174,8 +174,10 @@ class _Examination:
             enter(torch.autograd.set_multithreading_enabled(False))
             if number == 1:  # So that lines of the forward are known in the backward. Slow where Python is watched.
                 enter(torch.autograd.set_detect_anomaly(True, check_nan=False))
-            if number > 0:  # Libraries read values where they are run eagerly, and not under capture.
-                enter(answers_as_capturing(lambda: True))
+            if number > 0:
+                # Libraries read values where they are run eagerly, and not under capture. Optimizers that cannot be
+                # captured would refuse to step.
+                enter(answers_as_capturing(lambda: not self._notes.is_stepping))
             enter(self._parts.watching(self._steps))
             enter(capturable_on_cpu(notes=self._notes))  # After the look at how they are built.
             enter(self._modules.watching())

@@ -22,6 +22,7 @@ _PACKAGE: Final = os.path.dirname(graphstep.__file__) + os.sep
 _MACHINERY: Final = tuple(_PACKAGE + part + os.sep for part in ("doctor", "engine", "capture", "strategies"))
 _STANDARD_LIBRARY: Final = tuple({sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib")})
 _INSTALLED: Final = tuple(os.sep + folder + os.sep for folder in ("site-packages", "dist-packages"))
+_TYPED_IN: Final = ("<stdin>", "<ipython-input", "<python-input")
 _TRACED: Final = re.compile(r'^ *File "(.+)", line (\d+), in (.+)$', re.MULTILINE)
 
 OPTIMIZER: Final = "optim" + os.sep
@@ -84,7 +85,8 @@ class Ground:
         if known is None:
             is_library = any(folder in filename for folder in _INSTALLED) or filename.startswith(_PACKAGE)
             known = self._owned[filename] = not (
-                filename.startswith((_TORCH, *_MACHINERY, "<"))
+                filename.startswith((_TORCH, *_MACHINERY))
+                or (filename.startswith("<") and not filename.startswith(_TYPED_IN))
                 or (is_library and not self.has_libraries)
                 or (filename.startswith(_STANDARD_LIBRARY) and not is_library)
             )

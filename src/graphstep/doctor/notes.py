@@ -99,6 +99,8 @@ class Notes:
     """False in runs that only prepare."""
     function: str = ""
     """The torch function that was called last from Python."""
+    is_stepping: bool = False
+    """An optimizer is in its step."""
     is_quiet: bool = False
     """What goes on inside has been told already."""
 
