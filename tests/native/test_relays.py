@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import graphstep
+from graphstep.capture.chain_run import ChainRun
 from graphstep.config import CudaGraphConfig, CudaGraphImpl
 from graphstep.errors import LifecycleError
 from graphstep.native.build import VARIABLE
@@ -230,3 +231,34 @@ def test_many_passes_leave_no_memory(fast: FastPath) -> None:
         steps(model, 40, session)
         gc.collect()
         assert len(gc.get_objects()) - before < 40
+
+
+@pytest.mark.parametrize("loop", ["none", "zeros", "kept", "own"])
+def test_gradients_go_where_the_loop_has_them(fast: FastPath, monkeypatch: pytest.MonkeyPatch, loop: str) -> None:
+    del fast
+    launched: list[int] = []
+
+    def gradients(model: Model, session: CudaGraphManager | None) -> list[Tensor]:
+        found: list[Tensor] = []
+        for number in range(6):
+            torch.manual_seed(number)
+            loss = model(torch.randn(2, 8, requires_grad=True), torch.ones(2, 8)).square().sum()
+            loss.backward()
+            for parameter in model.parameters():
+                assert parameter.grad is not None
+                found.append(parameter.grad if loop == "kept" else parameter.grad.clone())
+                if loop == "own":
+                    parameter.grad = torch.ones_like(parameter)
+            if loop != "own":
+                model.zero_grad(set_to_none=loop != "zeros")
+            if session is not None:
+                session.end_step()
+        return found
+
+    monkeypatch.setenv(VARIABLE, "required")
+    plain = ChainRun._launch_all
+    monkeypatch.setattr(ChainRun, "_launch_all", lambda run, given: launched.append(1) or plain(run, given))
+    model = Model()
+    with attached(model, 1) as session:
+        assert equal(gradients(model, session), gradients(Model(), None))
+    assert len(launched) == 5

@@ -340,10 +340,13 @@ class ChainRun:
         native = self.chain.relay
         if native is None:
             raise LifecycleError("there is nothing to launch", where=self.chain.pairs[0].region.name)
+        guests = {} if native.relay.holds_homes() else self.chain.settle(self.chain.pairs)
         self._has_run = True
         first, last = self.chain.pairs[0], self.chain.pairs[-1]
         last.load_output_gradients(gradients[len(gradients) - len(last.outputs) :], is_chained=False)
         native.relay.launch_backward()
+        for pair in self.chain.pairs if guests else ():
+            pair.homes.hand_out(guests)
         wanted = [g for g, tensor in zip(first.grad_inputs, first.inputs, strict=True) if tensor.requires_grad]
         # Whoever receives a gradient may keep it, and the static one is overwritten by the next backward half.
         results = [None if g is None else g.clone() for g in (*wanted, *first.exposed_gradients)]

@@ -202,7 +202,14 @@ def _cache_folder(environment: Mapping[str, str]) -> Path | None:
 
 
 def _fingerprint(compiler: str | None) -> str:
-    facts = (*((_FOLDER / name).read_text() for name in _SOURCES), torch.__version__, sys.version, sysconfig.get_platform(), compiler or "", *_FLAGS)
+    facts = (
+        *((_FOLDER / name).read_text() for name in _SOURCES),
+        torch.__version__,
+        sys.version,
+        sysconfig.get_platform(),
+        compiler or "",
+        *_FLAGS,
+    )
     return hashlib.sha256("\0".join(map(str, facts)).encode()).hexdigest()[:16]
 
 

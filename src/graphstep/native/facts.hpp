@@ -24,14 +24,14 @@ namespace {
 
 // ----- small things
 
-PyObject* names[11];  // Interned names of attributes, in the order of the enumeration.
+PyObject* names[12];  // Interned names of attributes, in the order of the enumeration.
 enum Name {
   LATEST, CURRENT, MANUAL_HOOK, FORWARD_POSITION, BACKWARD_POSITION, NUM_IN_FLIGHT, NUM_REPLAYS, NUM_LAUNCHES, OWNER,
-  NOTE_LAUNCH, MAIN_GRAD
+  NOTE_LAUNCH, MAIN_GRAD, SHOWN
 };
 const char* const name_texts[] = {
     "latest", "current", "manual_hook", "forward_position", "backward_position", "num_in_flight", "num_replays",
-    "num_launches", "owner", "_note_launch", "main_grad"};
+    "num_launches", "owner", "_note_launch", "main_grad", "shown"};
 PyObject* one;
 
 bool keep(PyObject* kept, PyObject* object) { return PyList_Append(kept, object) == 0; }

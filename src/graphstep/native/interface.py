@@ -58,8 +58,8 @@ class Relay(Protocol):
     def step(self, *described: Any) -> None:
         """Add a step: see ``relay_step`` in the source."""
 
-    def home(self, leaf: Tensor, shown: Tensor, address: int, is_main: bool, /) -> None:
-        """Where a gradient lives that backward halves write."""
+    def home(self, home: Any, leaf: Tensor, address: int, is_main: bool, /) -> None:
+        """Where a gradient lives that backward halves write; ``home.shown`` is the tensor that the loop sees."""
 
     def handover(self, place: int | str, output: int, /) -> None:
         """An argument of each step is this result of the one before."""
@@ -86,6 +86,9 @@ class Relay(Protocol):
 
     def holds_backward(self, versions: list[list[int]], gradients: tuple[Tensor | None, ...], /) -> bool:
         """True if surely all backward halves may run for gradients of the last step's results alone."""
+
+    def holds_homes(self) -> bool:
+        """True if surely all gradients are where backward halves write them."""
 
     def launch_backward(self) -> None:
         """Launch them all, last first."""

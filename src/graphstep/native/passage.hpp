@@ -234,12 +234,13 @@ PyObject* relay_begin(PyObject* object, PyObject* arguments) {
 
 PyMethodDef relay_methods[] = {
     {"step", guarded<relay_step>, METH_VARARGS, "step(...): add the next step; see the source."},
-    {"home", guarded<relay_home>, METH_VARARGS, "home(leaf, shown, address, is_main): where a gradient lives."},
+    {"home", guarded<relay_home>, METH_VARARGS, "home(home, leaf, address, is_main): where a gradient lives."},
     {"handover", guarded<relay_handover>, METH_VARARGS, "handover(place, output): an argument that is a result of the one before."},
     {"begin", guarded<relay_begin>, METH_VARARGS, "begin(run, span, versions, handles, arguments, named, ambient, first)"},
     {"landmarks", guarded<relay_landmarks>, METH_O, "landmarks(first): parameters whose gradients tell which pass it is."},
     {"results", guarded<relay_results>, METH_O, "results(first): tensors over the outputs of all steps from there on."},
     {"holds_backward", guarded<relay_holds_backward>, METH_VARARGS, "holds_backward(versions, gradients) -> bool"},
+    {"holds_homes", guarded<relay_holds_homes>, METH_NOARGS, "holds_homes() -> bool"},
     {"launch_backward", guarded<relay_launch_backward>, METH_NOARGS, "launch_backward(): launch all backward halves, last first."},
     {nullptr, nullptr, 0, nullptr}};
 

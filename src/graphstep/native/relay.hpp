@@ -25,8 +25,8 @@ struct Step {
   std::vector<bool> has_gradient;  // for each output, whether the backward half takes one
 };
 struct Home {
+  PyObject* home;  // has `shown`, which may change
   PyObject* leaf;
-  PyObject* shown;
   const void* address;
   bool is_main;
 };
@@ -132,15 +132,15 @@ PyObject* relay_step(PyObject* object, PyObject* arguments) {
   Py_RETURN_NONE;
 }
 
-// home(leaf, shown, address, is_main)
+// home(home, leaf, address, is_main)
 PyObject* relay_home(PyObject* object, PyObject* arguments) {
   auto* self = reinterpret_cast<Relay*>(object);
-  PyObject *leaf, *shown;
+  PyObject *home, *leaf;
   Py_ssize_t address;
   int is_main;
-  if (!PyArg_ParseTuple(arguments, "OOnp", &leaf, &shown, &address, &is_main)) return nullptr;
-  if (!is_tensor(leaf) || !is_tensor(shown) || !is_open(self->kept) || !keep(self->kept, arguments)) return nullptr;
-  self->value.homes.push_back({leaf, shown, reinterpret_cast<const void*>(address), is_main != 0});
+  if (!PyArg_ParseTuple(arguments, "OOnp", &home, &leaf, &address, &is_main)) return nullptr;
+  if (!is_tensor(leaf) || !is_open(self->kept) || !keep(self->kept, arguments)) return nullptr;
+  self->value.homes.push_back({home, leaf, reinterpret_cast<const void*>(address), is_main != 0});
   Py_RETURN_NONE;
 }
 
@@ -166,8 +166,15 @@ int relay_init(PyObject* object, PyObject* arguments, PyObject*) {
 }
 
 bool home_holds(const Home& home) {
-  if (address_of(home.shown) != home.address) return false;
-  if (home.is_main) return attribute_is(home.leaf, MAIN_GRAD, home.shown);
+  PyObject* shown = PyObject_GetAttr(home.home, names[SHOWN]);
+  if (shown == nullptr || !THPVariable_Check(shown)) {
+    Py_XDECREF(shown);
+    PyErr_Clear();
+    return false;
+  }
+  Py_DECREF(shown);  // The home keeps it.
+  if (address_of(shown) != home.address) return false;
+  if (home.is_main) return attribute_is(home.leaf, MAIN_GRAD, shown);
   PyObject* attributes = PyObject_GenericGetDict(home.leaf, nullptr);
   if (attributes == nullptr) {
     PyErr_Clear();
@@ -179,7 +186,7 @@ bool home_holds(const Home& home) {
     PyErr_Clear();
     return false;
   }
-  return THPVariable_Unpack(home.leaf).grad().unsafeGetTensorImpl() == impl_of(home.shown);
+  return THPVariable_Unpack(home.leaf).grad().unsafeGetTensorImpl() == impl_of(shown);
 }
 
 // holds_backward(versions, gradients): True if surely all backward halves may be launched, one after the other, for
@@ -208,7 +215,12 @@ PyObject* relay_holds_backward(PyObject* object, PyObject* arguments) {
       if (has_hooks(each) || has_post_hooks(each)) Py_RETURN_FALSE;
   }
   if (at != PyTuple_GET_SIZE(gradients)) Py_RETURN_FALSE;
-  for (const Home& home : value.homes)
+  Py_RETURN_TRUE;
+}
+
+// holds_homes(): True if surely all gradients are where the backward halves write them.
+PyObject* relay_holds_homes(PyObject* object, PyObject*) {
+  for (const Home& home : reinterpret_cast<Relay*>(object)->value.homes)
     if (!home_holds(home)) Py_RETURN_FALSE;
   Py_RETURN_TRUE;
 }

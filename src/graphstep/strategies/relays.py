@@ -126,7 +126,7 @@ def _describe(
 def _add_homes(relay: Relay, chain: Chain) -> bool:
     """Tell where gradients live; False if backward halves are not all launched one after the other."""
     for home in chain.all_homes():
-        relay.home(home.leaf, home.shown, home.address, home.is_main_grad)
+        relay.home(home, home.leaf, home.address, home.is_main_grad)
     graphs = [chain.pairs[start:stop] for start, stop in by_graph(chain.pairs)]
     return all(graph[-1].backward is not None for graph in graphs) and not any(
         pair.not_reached_may_differ for pair in chain.pairs
