@@ -202,10 +202,23 @@ def _serve_help() -> str:
     )
 
 
+def _doctor(argv: Sequence[str]) -> int:
+    from graphstep.cli.doctor import run
+
+    return run(argv)
+
+
+def _doctor_help() -> str:
+    from graphstep.cli.doctor import HELP
+
+    return HELP
+
+
 COMMANDS: Mapping[str, Command] = {
     "train": Command(summary="train a model and say what was captured", run=_train, help=_train_help),
     "generate": Command(summary="continue prompts with a model", run=_generate, help=_generate_help),
     "serve": Command(summary="offer a model over HTTP, by OpenAI's interface", run=_serve, help=_serve_help),
+    "doctor": Command(summary="say what of a step cannot be captured, and why", run=_doctor, help=_doctor_help),
     "config": Command(summary="print the configuration a command line gives", run=_config, help=_config_help),
     "advise": Command(summary="say which options fit a scenario, and why", run=_advise, help=_advise_help),
     "migrate": Command(summary="write old options of CUDA graphs in their new form", run=_migrate, help=_migrate_help),

@@ -523,3 +523,16 @@ def after_backward_pass(action: Callable[[], None]) -> None:
         action()
     else:
         queue(action)
+
+
+def forward_trace() -> list[str]:
+    """In a backward with anomaly detection on: the stack of the forward that the current node belongs to."""
+    current = getattr(torch._C, "_current_autograd_node", None)
+    node = current() if current is not None else None
+    return list(node.metadata.get("traceback_", ())) if node is not None else []
+
+
+def has_default_device() -> bool:
+    """Whether tensors without a named device lie on one that was set (``set_default_device``)."""
+    held = getattr(torch, "_GLOBAL_DEVICE_CONTEXT", None)
+    return getattr(held, "device_context", None) is not None
