@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import traceback
 import weakref
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -121,6 +121,7 @@ class CudaEngine:
         self._recordings: weakref.WeakSet[CudaRecording] = weakref.WeakSet()
         self._capturing_thread: int | None = None
         self._is_primed = False
+        self._workspace_bytes = 0
         self._is_closed = False
 
     @property
@@ -141,9 +142,21 @@ class CudaEngine:
     @property
     def pool_bytes(self) -> int:
         """Bytes that the private pool has reserved from the driver. Walks the allocator's segments: slow."""
+        return sum(self.lane_bytes.values())
+
+    @property
+    def lane_bytes(self) -> Mapping[Hashable, int]:
+        """The same by lane, and as slow; those that a failed capture has spoilt together."""
         if self._is_closed:
-            return 0
-        return torch_private.pool_segments([lane.pool for lane in (*self._lanes.values(), *self._spoilt)])
+            return {}
+        sizes = torch_private.pool_segments([lane.pool for lane in (*self._lanes.values(), *self._spoilt)])
+        found = dict(zip(self._lanes, sizes, strict=False))
+        return found | ({"spoilt": sum(sizes[len(found) :])} if self._spoilt else {})
+
+    @property
+    def workspace_bytes(self) -> int:
+        """What the math libraries allocated for the capture stream before the first capture; torch keeps it."""
+        return self._workspace_bytes
 
     def capture(
         self,
@@ -256,6 +269,7 @@ class CudaEngine:
         if self._is_primed:
             return
         self._is_primed = True
+        allocated_before = torch.cuda.memory_allocated(self._device)
         with (
             torch.inference_mode(False),
             self.capture_stream(),
@@ -266,7 +280,9 @@ class CudaEngine:
                 weight = torch.zeros(16, 16, dtype=dtype, device=self._device, requires_grad=True)
                 bias = torch.zeros(16, dtype=dtype, device=self._device, requires_grad=True)
                 torch.addmm(bias, weight @ weight, weight).sum().backward()
+            del weight, bias
         torch.cuda.synchronize(self._device)
+        self._workspace_bytes = max(0, torch.cuda.memory_allocated(self._device) - allocated_before)
 
     def _open_lane(self) -> _Lane:
         """A new pool, and a graph in it: the allocator gives up a pool that no graph uses, and refuses its name."""

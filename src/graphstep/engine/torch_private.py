@@ -222,11 +222,13 @@ class _CudaBytes:
         }
 
 
-def pool_segments(pools: Sequence[Any]) -> int:
-    """Bytes reserved from the driver for some private pools."""
-    names = {tuple(pool) for pool in pools}
-    snapshot = torch.cuda.memory_snapshot()
-    return sum(int(segment["total_size"]) for segment in snapshot if tuple(segment["segment_pool_id"]) in names)
+def pool_segments(pools: Sequence[Any]) -> list[int]:
+    """Bytes reserved from the driver for each of some private pools."""
+    sizes: dict[tuple[int, ...], int] = {}
+    for segment in torch.cuda.memory_snapshot():
+        name = tuple(segment["segment_pool_id"])
+        sizes[name] = sizes.get(name, 0) + int(segment["total_size"])
+    return [sizes.get(tuple(pool), 0) for pool in pools]
 
 
 @contextmanager
