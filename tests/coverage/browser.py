@@ -12,8 +12,10 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 import tempfile
 import time
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -21,9 +23,22 @@ from typing import Any
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome", "chrome-headless-shell")
 FLAGS = (
     *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync"),
-    *("--disable-background-networking", "--disable-component-update", "--disable-extensions", "--disable-dev-shm-usage"),
+    *(
+        "--disable-background-networking",
+        "--disable-component-update",
+        "--disable-extensions",
+        "--disable-dev-shm-usage",
+    ),
     *("--mute-audio", "--hide-scrollbars", "--force-color-profile=srgb", "--remote-debugging-pipe"),
 )
+_PLACE_PIPES = """
+import fcntl, os, sys
+ends = [fcntl.fcntl(int(end), fcntl.F_DUPFD, 10) for end in sys.argv[1:3]]
+os.dup2(ends[0], 3)
+os.dup2(ends[1], 4)
+os.execv(sys.argv[3], sys.argv[3:])
+"""
+"""The browser looks for its ends of the pipes at descriptors 3 and 4."""
 
 
 def find_browser() -> str | None:
@@ -43,10 +58,9 @@ class Browser:
         self._number = 0
         self.events: list[dict[str, Any]] = []
         self._process = subprocess.Popen(
-            # The shell puts the two ends where the browser looks for them, whatever their numbers are here.
             [
-                *("sh", "-c", f'exec "$0" "$@" 3<&{to_read} 4>&{to_write}', program),
-                *(*FLAGS, f"--user-data-dir={self._profile.name}", "about:blank"),
+                *(sys.executable, "-c", _PLACE_PIPES, str(to_read), str(to_write)),
+                *(program, *FLAGS, f"--user-data-dir={self._profile.name}", "about:blank"),
             ],
             pass_fds=(to_read, to_write),
             stdout=subprocess.DEVNULL,
@@ -98,7 +112,7 @@ class Browser:
 
     def press(self, key: str) -> None:
         """A key of the keyboard, to what has the focus."""
-        text = {"text": key} if len(key) == 1 else {}
+        text = {"text": {"Enter": "\r"}.get(key, key)} if len(key) == 1 or key == "Enter" else {}
         self.call("Input.dispatchKeyEvent", type="keyDown", key=key, **text)
         self.call("Input.dispatchKeyEvent", type="keyUp", key=key)
 
@@ -139,14 +153,10 @@ class Browser:
         """End the browser: all processes of its group, and nothing else."""
         for descriptor in (self._write, self._read):
             os.close(descriptor)
-        try:
+        with suppress(subprocess.TimeoutExpired):
             self._process.wait(timeout=5)
-        except subprocess.TimeoutExpired:
-            pass
-        try:
+        with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
         self._process.wait()
         self._profile.cleanup()
 

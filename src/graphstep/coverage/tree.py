@@ -135,21 +135,8 @@ def _covered_paths(region: str, nodes: Mapping[str, ModuleNode]) -> list[str]:
     if region in nodes or "+" not in region:
         return [region]
     first, *others = region.split("+")
-    layer = first
-    while layer and layer not in nodes:
-        layer = layer.rpartition(".")[0]
-    if layer == first:  # The first part is a module: the layer is what it lies in.
-        layer = _owner(first, others, nodes)
-    return [first, *(f"{layer}.{other}" if layer else other for other in others)]
-
-
-def _owner(first: str, others: Sequence[str], nodes: Mapping[str, ModuleNode]) -> str:
     layer = first.rpartition(".")[0]
-    while layer:
-        if any(f"{layer}.{other}" in nodes for other in others):
-            return layer
-        layer = layer.rpartition(".")[0]
-    return first.rpartition(".")[0]
+    return [first, *(f"{layer}.{other}" if layer else other for other in others)]
 
 
 def _owned_paths(model: nn.Module | None, covered: Sequence[str]) -> list[str]:
