@@ -172,10 +172,11 @@ def test_json_has_a_code_beside_each_reason() -> None:
     assert json.loads(json.dumps(plain)) == plain
     assert plain["coverage"] == {"num_captured": 1, "num_regions": 1}
     (region,) = plain["regions"]
+    advice = EagerReason.OTHER_SIGNATURE.advice
     assert region["eager_reasons"] == [
-        {"code": "other-signature", "reason": "another signature", "num_calls": 2},
-        {"code": "observed", "reason": "observed", "num_calls": 1},
-        {"code": None, "reason": "warmup", "num_calls": 3},
+        {"code": "other-signature", "reason": "another signature", "num_calls": 2, "advice": advice},
+        {"code": "observed", "reason": "observed", "num_calls": 1, "advice": ""},
+        {"code": None, "reason": "warmup", "num_calls": 3, "advice": ""},
     ]
     assert {type(reason) for reason in region["eager_calls"]} == {str}
     fields = {name for name in RegionStats.__slots__ if name != "eager_calls"}
