@@ -169,6 +169,10 @@ class WeakStorage:
         # Without weak references the storage itself is kept: more memory, same meaning.
         self._held: Any = storage if weak is None else StorageWeakRef(storage)
 
+    def is_gone(self) -> bool:
+        """True once the memory has been freed; never where torch has no weak references."""
+        return isinstance(self._held, StorageWeakRef) and bool(self._held.expired())
+
 
 @contextmanager
 def below_autograd() -> Iterator[None]:

@@ -1,0 +1,179 @@
+"""What a step would take with some of it in graphs. docs/plan.md has the formulae with their sources."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from graphstep.planning.calibration import Costs
+from graphstep.planning.candidates import Candidate
+from graphstep.planning.operations import MODEL, Block, StepLog, peak_bytes
+from graphstep.planning.scopes import ITERATION
+from graphstep.planning.work import Work
+
+
+@dataclass(frozen=True, slots=True)
+class Launched:
+    """The work of a step once some of it is in graphs."""
+
+    work: tuple[Work, ...]
+    num_launches: int
+    num_graphs: int
+    """Launches that are graphs."""
+    num_captured: int
+    """Launches of an eager step that are in graphs now."""
+    num_calls: float
+    """Calls of captured regions: a forward with its backward counts as one."""
+
+
+def two_clocks_us(work: Sequence[Work]) -> float:
+    """Time of a step in which the host runs ahead of the device.
+
+    The host issues one launch after another; the device begins each when it has been issued and when the one before is
+    done. Where the host waits, it goes on when the device is done. The step ends with the later of the two.
+    """
+    host = device = 0.0
+    for each in work:
+        host += each.host_us
+        if each.waits:
+            host = max(host, device)
+        device = max(host, device) + each.device_us if each.num_nodes else device
+    return max(host, device)
+
+
+def scaled(work: Sequence[Work], step_us: float) -> tuple[tuple[Work, ...], float]:
+    """Shrink host times, which the profiler stretches, until the two clocks give the step that was measured without it.
+
+    Returns:
+        The work, and the factor: between 0 and 1. It is the largest that fits, as the host matters most then.
+    """
+    if two_clocks_us(work) <= step_us:
+        return tuple(work), 1.0
+    low, high = 0.0, 1.0
+    for _ in range(40):
+        middle = (low + high) / 2
+        if two_clocks_us(_times(work, middle)) <= step_us:
+            low = middle
+        else:
+            high = middle
+    return tuple(_times(work, low)), low
+
+
+def launched(work: Sequence[Work], candidate: Candidate, costs: Costs) -> Launched:
+    """Put captured neighbours into one launch each: same graph, same direction, nothing eager between them.
+
+    A step that is captured whole has no waits of the host any more.
+    """
+    if candidate.is_iteration:
+        work = [each for each in work if not each.waits]
+    found: list[Work] = []
+    num_graphs = num_captured = 0
+    num_calls = 0.0
+    for graph, run in _runs(work, candidate.graph_of):
+        if graph is None:
+            found += run
+            continue
+        num_graphs += 1
+        num_captured += len(run)
+        num_calls += 1.0 if candidate.is_iteration else 0.5
+        call_us = costs.iteration_call_us if candidate.is_iteration else costs.region_call_us / 2
+        num_nodes = sum(each.num_nodes for each in run)
+        busy_us = sum(each.device_us for each in run) + num_nodes * costs.graph_gap_us
+        found.append(Work(run[0].scope, run[0].is_backward, call_us, busy_us, num_nodes))
+    return Launched(tuple(found), len(found), num_graphs, num_captured, num_calls)
+
+
+def predicted_us(
+    work: Sequence[Work], candidate: Candidate, costs: Costs, *, step_us: float, has_device: bool
+) -> float:
+    """Time of a step with a candidate captured.
+
+    Args:
+        work: of the eager step; on a GPU with scaled host times.
+        candidate: what is captured.
+        costs: of this machine.
+        step_us: the eager step.
+        has_device: False: the operations were counted, and everything but their launches stays as it is.
+    """
+    after = launched(work, candidate, costs)
+    if has_device:
+        return two_clocks_us(after.work)
+    saved = after.num_captured * (costs.eager_operation_us - costs.graph_operation_us)
+    calls = after.num_calls * (costs.iteration_call_us if candidate.is_iteration else costs.region_call_us)
+    return max(0.0, step_us - saved + calls)
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryNeed:
+    """Bytes that a candidate needs."""
+
+    pool_bytes: int
+    static_bytes: int
+    extra_bytes: int
+    """What they add to the peak of an eager step: memory that eager steps use again is no longer free for the rest."""
+
+
+def memory_need(log: StepLog, candidate: Candidate, *, shares_memory: bool) -> MemoryNeed:
+    """Memory of the graphs of a candidate, from the blocks that an eager step allocated.
+
+    Args:
+        log: of an eager step.
+        candidate: what is captured.
+        shares_memory: graphs use each other's memory again, as on a GPU; False: each tape has its own.
+    """
+
+    def is_inside(block: Block) -> bool:
+        return candidate.graph_of(block.scope) is not None
+
+    inside = [block for block in log.blocks if not block.outlives and is_inside(block)]
+    if shares_memory:
+        pool = peak_bytes(inside)
+    else:
+        # The recordings of a microbatch serve all of them, one after another; a whole step has its own for each.
+        counted = [
+            sum(block.nbytes for block in inside if candidate.is_iteration or block.microbatch == number)
+            for number in range(max(1, log.num_microbatches))
+        ]
+        pool = max(counted, default=0)
+    static = _static_bytes(log, candidate)
+    rest = log.peak_bytes(lambda block: not is_inside(block))
+    return MemoryNeed(pool, static, max(0, pool + static + rest - log.peak_bytes()))
+
+
+def _static_bytes(log: StepLog, candidate: Candidate) -> int:
+    if candidate.is_iteration:
+        return sum(sum(entry.nbytes) for entry in log.entries if entry.scope == ITERATION)
+    needs: dict[str, int] = {}
+    previous: str | None = None
+    for entry in log.entries:
+        graph = candidate.graph_of(entry.scope)
+        if graph is not None and graph != previous:
+            copied = [
+                nbytes
+                for nbytes, maker in zip(entry.nbytes, entry.made_by, strict=True)
+                if maker != MODEL and (maker is None or candidate.graph_of(maker) is None)
+            ]
+            needs[entry.scope] = max(needs.get(entry.scope, 0), sum(copied))
+        previous = graph
+    return sum(needs.values())
+
+
+def _runs(work: Sequence[Work], graph_of: Callable[[str], str | None]) -> Iterator[tuple[str | None, list[Work]]]:
+    """Neighbours of one graph and direction; eager ones together. A wait of the host ends a run of a graph."""
+    run: list[Work] = []
+    now: tuple[str | None, bool] | None = None
+    for each in work:
+        graph = None if each.waits else graph_of(each.scope)
+        # Forward and backward of an iteration are one graph.
+        key = (graph, graph is not None and graph != ITERATION and each.is_backward)
+        if now is not None and key != now:
+            yield now[0], run
+            run = []
+        now = key
+        run.append(each)
+    if now is not None:
+        yield now[0], run
+
+
+def _times(work: Sequence[Work], factor: float) -> list[Work]:
+    return [replace(each, host_us=each.host_us * factor) for each in work]
