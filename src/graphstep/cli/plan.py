@@ -45,6 +45,8 @@ def run(options: PlanOptions, config: RunConfig | None, *, console: Console | No
         print(json.dumps(plan.to_json(), indent=2))
     else:
         console.print(plan.render())
+        # On lines of its own, however long: it is there to be copied.
+        console.print(f"\n{plan.advice()}", style="bold", markup=False, highlight=False, soft_wrap=True)
     return EXIT_OK
 
 

@@ -22,7 +22,7 @@ from graphstep.strategies import CudaGraphManager, FullCudaGraphWrapper
 
 _FEW, _MANY = 2, 8
 _SHORT, _LONG = 4, 36
-_NUM_ROUNDS: Final = 25
+_NUM_ROUNDS: Final = 15
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 from torch import nn
@@ -43,8 +43,24 @@ class Candidate:
     """The call that captures it, in words, where there are no switches."""
     is_iteration: bool = False
     """One graph for forward and backward, or more."""
+    apart_if_random: Callable[[str], str | None] | None = field(default=None, repr=False, compare=False)
+    """The same as ``graph_of`` for layers that draw random numbers: those are not launched ahead of their call."""
     problem: str = ""
     """Why it cannot be had; empty if it can, as far as the options tell."""
+
+
+def settled(candidate: Candidate, random_scopes: Collection[str]) -> Candidate:
+    """The candidate once it is known which parts draw random numbers."""
+    layer_of = candidate.apart_if_random
+    if layer_of is None:
+        return candidate
+    apart = {layer_of(scope) for scope in random_scopes}
+
+    def graph_of(scope: str) -> str | None:
+        layer = layer_of(scope)
+        return layer if layer in apart else candidate.graph_of(scope)
+
+    return replace(candidate, graph_of=graph_of, apart_if_random=None)
 
 
 def parts_of(model: nn.Module) -> tuple[Part, ...]:
@@ -97,6 +113,7 @@ def _of_switches(parts: Sequence[Part]) -> tuple[Candidate, ...]:
         Candidate(
             name="whole layers, merged",
             graph_of=lambda scope: "layers" if scope in layer_of else None,
+            apart_if_random=layer_of.get,
             switches=(*local, "--cuda-graph-merge-layers", "0"),
         )
     )
@@ -118,7 +135,7 @@ def _whole_steps() -> tuple[Candidate, ...]:
             is_iteration=True,
         ),
         Candidate(
-            name="full_iteration with the optimizer",
+            name="full_iteration, optimizer",
             graph_of=lambda _: ITERATION,
             switches=(*switches, "--optimizer-cuda-graph"),
             is_iteration=True,

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from graphstep.engine import torch_private
-from graphstep.engine.tape_ops import OperationTable, Replay, tensors_in
+from graphstep.engine.tape_ops import OperationTable, OperationTraits, Replay, tensors_in
 from graphstep.planning.scopes import Scopes
 
 MODEL: Final = "model"
@@ -26,6 +26,7 @@ class Operation:
     name: str
     scope: str
     is_backward: bool
+    is_random: bool = False
 
 
 @dataclass(slots=True)
@@ -142,7 +143,8 @@ class StepLogger(torch_private.DispatchMode):
         """Note what has been freed."""
         for key, (storage, block) in list(self._alive.items()):
             if storage.is_gone():
-                block.died = self._num_seen
+                # The operation that was seen last may still have read it.
+                block.died = self._num_seen + 1
                 del self._alive[key]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -153,20 +155,24 @@ class StepLogger(torch_private.DispatchMode):
         is_ours = any(tensor.device.type == self._device.type for tensor in given)
         del types, given
         result = func(*args, **kwargs)
-        self._note(func, known, result, is_ours=is_ours)
+        traits = self._table.of(func)
+        is_random = traits.is_random and not _drops_nothing(traits, args, kwargs)
+        self._note(traits, known, result, is_ours=is_ours, is_random=is_random)
         return result
 
-    def _note(self, func: Any, known: set[int], result: Any, *, is_ours: bool) -> None:
+    def _note(self, traits: OperationTraits, known: set[int], result: Any, *, is_ours: bool, is_random: bool) -> None:
         self._num_seen += 1
         if self._num_seen % _LOOK_EVERY == 0:
             self.look()
         made = [tensor for tensor in tensors_in(result) if tensor.device.type == self._device.type]
         if self._scopes is None or not (made or is_ours):
             return
-        traits = self._table.of(func)
+        is_view = traits.replay in (Replay.VIEW, Replay.NOTHING) or (
+            bool(made) and not traits.written and all(torch_private.storage_key(tensor) in known for tensor in made)
+        )
         scope, is_backward = self._scopes.current, torch_private.backward_pass() is not None
-        if traits.replay not in (Replay.VIEW, Replay.NOTHING) and func.namespace != "profiler":
-            self.log.operations.append(Operation(traits.name, scope, is_backward))
+        if not is_view and not traits.name.startswith("profiler::"):
+            self.log.operations.append(Operation(traits.name, scope, is_backward, is_random))
         for tensor in made:
             key = torch_private.storage_key(tensor)
             if key in known:
@@ -181,3 +187,11 @@ class StepLogger(torch_private.DispatchMode):
             block = Block(nbytes, scope, is_backward, self._scopes.microbatch, self._num_seen)
             self._alive[key] = (torch_private.WeakStorage(tensor), block)
             self.log.blocks.append(block)
+
+
+def _drops_nothing(traits: OperationTraits, args: Sequence[Any], kwargs: Any) -> bool:
+    """True for attention without dropout: it could draw random numbers, and does not."""
+    if "dropout_p" not in traits.argument_names:
+        return False
+    place = traits.argument_names.index("dropout_p")
+    return float(args[place] if place < len(args) else kwargs.get("dropout_p", 0.0)) == 0.0

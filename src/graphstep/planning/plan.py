@@ -13,7 +13,7 @@ from rich.text import Text
 from graphstep.capture.report import CaptureReport
 from graphstep.coverage import StepMeasurement
 from graphstep.planning.calibration import Costs
-from graphstep.planning.candidates import Candidate
+from graphstep.planning.candidates import Candidate, settled
 from graphstep.planning.measure import MeasuredStep
 from graphstep.planning.predict import launched, memory_need, predicted_us
 
@@ -120,7 +120,8 @@ class Plan:
         """
         budget = budget_bytes if budget_bytes is not None else measured.free_bytes
         found = []
-        for candidate in candidates:
+        random = {each.scope for each in measured.log.operations if each.is_random}
+        for candidate in (settled(each, random) for each in candidates):
             after = launched(measured.work, candidate, costs)
             need = memory_need(measured.log, candidate, shares_memory=measured.has_device)
             step_us = predicted_us(
@@ -205,7 +206,7 @@ class Plan:
         }
 
     def render(self) -> Group:
-        """Tables for a terminal."""
+        """Tables for a terminal; what follows from them is :meth:`advice`."""
         parts: list[Any] = [self._eager_table(), self._candidate_table()]
         problems: Mapping[str, str] = {
             each.candidate.name: each.candidate.problem for each in self.predictions if each.candidate.problem
@@ -213,7 +214,6 @@ class Plan:
         parts += [Text(f"not possible, {name}: {problem}", "dim") for name, problem in problems.items()]
         if any(each.measured is not None for each in self.predictions):
             parts.append(self._measured_table())
-        parts.append(Text(f"\n{self.advice()}", "bold"))
         return Group(*parts)
 
     def advice(self) -> str:
@@ -254,32 +254,30 @@ class Plan:
 
     def _candidate_table(self) -> Table:
         budget = "" if self.budget_bytes is None else f", budget {self.budget_bytes / _MIB:.0f} MiB"
-        table = Table(title=f"predicted{budget}", title_justify="left")
+        table = Table(title=f"predicted, memory in MiB{budget}", title_justify="left")
         table.add_column("captured", overflow="fold")
-        headings = ["step ms", "launches", "of them graphs", "pool MiB", "static MiB", "extra MiB", ""]
-        for heading in headings:
-            table.add_column(heading, justify="right")
+        for heading in ("step ms", "launches", "graphs", "pool", "static", "extra"):
+            table.add_column(heading, justify="right", no_wrap=True)
         recommended = self.recommended
         for each in self.predictions:
-            mark = "recommended" if each is recommended else ""
-            if not mark and not each.is_possible:
-                mark = "not possible" if each.candidate.problem else "too large"
+            note = " (recommended)" if each is recommended else ""
+            if not each.is_possible:
+                note = " (not possible)" if each.candidate.problem else " (too large)"
             numbers = (each.pool_bytes, each.static_bytes, each.extra_bytes)
             table.add_row(
-                Text(each.candidate.name),
+                Text(f"{each.candidate.name}{note}", "bold" if each is recommended else ""),
                 f"{each.step_ms:.2f}",
                 str(each.num_launches),
                 str(each.num_graphs),
                 *(f"{number / _MIB:.2f}" for number in numbers),
-                mark,
             )
         return table
 
     def _measured_table(self) -> Table:
-        table = Table(title="predicted and measured", title_justify="left")
+        table = Table(title="predicted / measured, memory in MiB", title_justify="left")
         table.add_column("captured", overflow="fold")
-        for heading in ("step ms", "launches", "of them graphs", "pool MiB", "static MiB"):
-            table.add_column(heading, justify="right")
+        for heading in ("step ms", "launches", "graphs", "pool", "static"):
+            table.add_column(heading, justify="right", no_wrap=True)
         for each in self.predictions:
             found = each.measured
             if found is None:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from graphstep.errors import Problem, UserInputError
-from graphstep.planning.calibration import calibrate
+from graphstep.planning.calibration import Costs, calibrate
 from graphstep.planning.candidates import candidates_of, parts_of
 from graphstep.planning.measure import measure_step
 from graphstep.planning.plan import Plan
@@ -20,6 +20,7 @@ def plan_step(
     model: nn.Module,
     *,
     budget_bytes: int | None = None,
+    costs: Costs | None = None,
     num_warmup: int = 3,
     num_timed: int = 9,
 ) -> Plan:
@@ -29,6 +30,7 @@ def plan_step(
         step: a whole step: zeroed gradients, forward, backward, optimizer. It is run for real, about fifteen times.
         model: what it trains, without graphs of its own.
         budget_bytes: memory that graphs may add to the peak of a step; None: what is free on a GPU, no limit without.
+        costs: of this machine, where they are known from an earlier plan; None: they are measured.
         num_warmup: steps before the timed ones.
         num_timed: steps whose median is the time of a step.
 
@@ -38,7 +40,7 @@ def plan_step(
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     parts = parts_of(model)
     candidates = candidates_of(model)
-    costs = calibrate(device)
+    costs = calibrate(device) if costs is None else costs
     measured = measure_step(
         step,
         model,

@@ -16,7 +16,7 @@ from graphstep.capture.report import CaptureReport
 from graphstep.config import CudaGraphConfig, RunConfig, from_argv
 from graphstep.coverage import StepMeasurement, StepProfiler, start_profiler
 from graphstep.errors import ConfigError
-from graphstep.planning.calibration import calibrate
+from graphstep.planning.calibration import Costs, calibrate
 from graphstep.planning.candidates import Candidate, candidates_of, parts_of
 from graphstep.planning.measure import measure_step
 from graphstep.planning.plan import Measured, Plan
@@ -62,7 +62,7 @@ class _FollowedStrategy(EagerStrategy):
             self.scopes = None
 
 
-def plan_training(config: RunConfig, *, budget_bytes: int | None = None) -> Plan:
+def plan_training(config: RunConfig, *, budget_bytes: int | None = None, costs: Costs | None = None) -> Plan:
     """Measure eager steps of a run, and predict what each choice of switches would gain and need.
 
     Nothing is written. Choices that the other options rule out are listed with the reason.
@@ -70,6 +70,7 @@ def plan_training(config: RunConfig, *, budget_bytes: int | None = None) -> Plan
     Args:
         config: the run; what it says about graphs is left aside.
         budget_bytes: memory that graphs may add to the peak of a step; None: what is free on a GPU, no limit without.
+        costs: of this machine, where they are known from an earlier plan; None: they are measured.
 
     Raises:
         UserInputError: anything wrong with options, data or device.
@@ -90,7 +91,7 @@ def plan_training(config: RunConfig, *, budget_bytes: int | None = None) -> Plan
         return strategies[-1]
 
     with Trainer(eager, strategy_factory=make_strategy) as trainer:
-        costs = calibrate(trainer.device)
+        costs = calibrate(trainer.device) if costs is None else costs
         parts = parts_of(trainer.model)
         found = [_checked(candidate, config) for candidate in candidates_of(trainer.model)]
         with deterministic_algorithms(config.training.deterministic_mode), preserved_random_state(trainer.device):

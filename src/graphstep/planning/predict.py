@@ -125,7 +125,11 @@ def memory_need(log: StepLog, candidate: Candidate, *, shares_memory: bool) -> M
     def is_inside(block: Block) -> bool:
         return candidate.graph_of(block.scope) is not None
 
-    inside = [block for block in log.blocks if not block.outlives and is_inside(block)]
+    # A gradient that autograd keeps as it is in an eager step is added to its place by a graph, and then done with.
+    blocks = [
+        replace(block, died=block.born + 1) if block.outlives and block.is_backward else block for block in log.blocks
+    ]
+    inside = [block for block in blocks if not block.outlives and is_inside(block)]
     if shares_memory:
         pool = peak_bytes(inside)
     else:
