@@ -55,6 +55,7 @@ def events() -> list[dict[str, Any]]:
         call(195.0, 5.0, "cudaMemcpyAsync", 6),
         {**kernel(200.0, 2.0, 6), "cat": "gpu_memcpy"},
         call(205.0, 90.0, "cudaDeviceSynchronize", 7),
+        call(300.0, 9.0, "cudaDeviceSynchronize", 8),
     ]
 
 

@@ -86,6 +86,11 @@ class Timeline:
         return sum(span.category == "graph launch" for span in self.spans(is_device=False)) / self.num_steps
 
     @property
+    def num_transfers(self) -> float:
+        """Copies and memsets of a step that the host asked for one by one."""
+        return sum(span.category == "transfer" for span in self.spans(is_device=False)) / self.num_steps
+
+    @property
     def num_kernels(self) -> float | None:
         """Kernels of a step; None without a device."""
         if not self.has_device:

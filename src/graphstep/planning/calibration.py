@@ -21,7 +21,7 @@ from graphstep.config import CudaGraphConfig, CudaGraphImpl
 from graphstep.strategies import CudaGraphManager, FullCudaGraphWrapper
 
 _FEW, _MANY = 2, 8
-_SHORT, _LONG = 4, 36
+_SHORT, _LONG = 4, 64
 _NUM_ROUNDS: Final = 15
 
 
@@ -82,28 +82,25 @@ def calibrate(device: torch.device | str) -> Costs:
         device: where steps run. Its generators and the model of the caller are left alone.
     """
     device = torch.device(device)
-    eager = {
-        (regions, length): _eager_us(device, regions, length) for regions, length in ((_MANY, _SHORT), (_MANY, _LONG))
-    }
-    captured = {
-        (regions, length): _captured_us(device, regions, length)
-        for regions, length in ((_FEW, _SHORT), (_MANY, _SHORT), (_MANY, _LONG))
-    }
+    eager = {length: _eager_us(device, _MANY, length) for length in (_SHORT, _LONG)}
+    captured = {regions: _captured_us(device, regions, _SHORT) for regions in (_FEW, _MANY)}
     iteration = {length: _iteration_us(device, length) for length in (_SHORT, _LONG)}
     # Each multiplication has one operation in the forward and one in the backward.
     num_more = 2 * (_LONG - _SHORT)
-    eager_operation = (eager[_MANY, _LONG] - eager[_MANY, _SHORT]) / (_MANY * num_more)
-    graph_operation = (captured[_MANY, _LONG] - captured[_MANY, _SHORT]) / (_MANY * num_more)
-    per_region = (captured[_MANY, _SHORT] - captured[_FEW, _SHORT]) / (_MANY - _FEW)
-    step = (iteration[_LONG] - iteration[_SHORT]) / num_more
-    # A region also has the product with the weight: one operation forward, two backward and the sum of the gradient.
-    num_own = 2 * _SHORT + 4
+    eager_operation = (eager[_LONG] - eager[_SHORT]) / (_MANY * num_more)
+    # One graph alone: nothing of it runs beside the host.
+    graph_operation = max(0.0, (iteration[_LONG] - iteration[_SHORT]) / num_more)
+    per_region = (captured[_MANY] - captured[_FEW]) / (_MANY - _FEW)
+    # A chain also has the product with the weight: one operation forward, two backward and the sum of the gradient.
+    own_us = (2 * _SHORT + 4) * graph_operation
+    # On a GPU the host calls the next region while such short graphs run; on the CPU it runs them itself.
+    region_call = per_region if device.type == "cuda" else per_region - own_us
     return Costs(
         eager_operation_us=max(0.0, eager_operation),
-        graph_operation_us=max(0.0, graph_operation),
+        graph_operation_us=graph_operation,
         small_kernel_us=_small_kernel_us(device),
-        region_call_us=max(0.0, per_region - num_own * max(0.0, graph_operation)),
-        iteration_call_us=max(0.0, iteration[_SHORT] - num_own * max(0.0, step)),
+        region_call_us=max(0.0, region_call),
+        iteration_call_us=max(0.0, iteration[_SHORT] - own_us),
     )
 
 

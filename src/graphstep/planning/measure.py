@@ -82,7 +82,7 @@ def measure_step(
     """Run some eager steps and take them apart.
 
     Args:
-        step: a whole step; runs ``num_warmup + num_timed + 1`` times, on a GPU twice more.
+        step: a whole step; runs ``num_warmup + num_timed + 1`` times, on a GPU three times more.
         model: what it trains.
         costs: of this machine.
         device: where it runs.

@@ -30,7 +30,7 @@ class Measured:
 
     step_ms: float | None
     num_launches: float | None
-    """Of a step; None where there is no device to launch on."""
+    """Of a step, copies and memsets included; None where there is no device to launch on."""
     num_graphs: float | None
     """Of them graphs."""
     pool_bytes: int
@@ -46,8 +46,8 @@ class Measured:
         has_device = timeline is not None and timeline.has_device
         return cls(
             step_ms=measured.step_ms if measured is not None else None,
-            num_launches=timeline.num_launches if timeline is not None and has_device else None,
-            num_graphs=timeline.num_graph_launches if timeline is not None and has_device else num_graphs,
+            num_launches=timeline.num_launches + timeline.num_transfers if timeline and has_device else None,
+            num_graphs=timeline.num_graph_launches if timeline and has_device else num_graphs,
             pool_bytes=report.pool_bytes,
             static_bytes=sum(row.static_bytes for row in report.rows),
             capture_seconds=report.capture_seconds,

@@ -122,8 +122,9 @@ def read_work(events: Iterable[Mapping[str, Any]], scopes: Mapping[int, str]) ->
             )
         )
         until = end
-    # The wait at the end is the measurement's own.
-    return tuple(found[:-1] if found and found[-1].waits else found)
+    while found and found[-1].waits:  # Those at the end are the measurement's own.
+        found.pop()
+    return tuple(found)
 
 
 def counted_work(log: StepLog, eager_operation_us: float) -> tuple[Work, ...]:
