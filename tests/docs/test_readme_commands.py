@@ -81,6 +81,8 @@ def fault_of_graphstep(words: list[str]) -> str:
         return fault_of_running(words)
     if words[0] in ("generate", "serve"):
         return fault_of_generate(words[1:]) if words[0] == "generate" else fault_of_serve(words[1:])
+    if words[0] == "plan":
+        return fault_of_plan(words[1:])
     if words[0] not in ("train", "config"):
         return f"unknown command {words[0]}"
     try:
@@ -97,6 +99,18 @@ def fault_of_generate(words: list[str]) -> str:
 
     try:
         read_generate_options(words)
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def fault_of_plan(words: list[str]) -> str:
+    from graphstep.cli.plan_options import read_plan_options
+    from graphstep.config import from_argv
+    from graphstep.errors import ConfigError
+
+    try:
+        from_argv(read_plan_options(words).train, {}, for_training=True)
     except ConfigError as error:
         return str(error)
     return ""
