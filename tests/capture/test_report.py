@@ -10,7 +10,7 @@ import torch
 from rich.console import Console
 
 from graphstep.capture.reasons import EagerReason
-from graphstep.capture.report import CaptureReport, RegionStats
+from graphstep.capture.report import CaptureReport, PoolUse, RegionStats
 from graphstep.capture.session import GraphSession
 
 
@@ -234,3 +234,10 @@ def test_a_closed_session_reports_what_it_did(session: GraphSession, device: tor
     report = session.report()
     assert report.pool_bytes == 0
     assert report.rows[0].num_replays == 1
+
+
+def test_memory_is_told_by_those_that_share_it() -> None:
+    pools = (PoolUse("forwards of slot 0", 3 * 2**20), PoolUse("backwards", 2**20))
+    text = str(CaptureReport("cuda", tuple(layers(1)), 4 * 2**20, pools=pools, workspace_bytes=2**23))
+    assert "memory: forwards of slot 0 3.0 MiB, backwards 1.0 MiB, workspaces of libraries 8.0 MiB" in text
+    assert "memory:" not in str(CaptureReport("cuda", tuple(layers(1)), 2**20, pools=pools[1:]))

@@ -79,10 +79,9 @@ def fault_of_graphstep(words: list[str]) -> str:
         return ""
     if words[0] in ("migrate", "advise"):
         return fault_of_running(words)
-    if words[0] in ("generate", "serve"):
-        return fault_of_generate(words[1:]) if words[0] == "generate" else fault_of_serve(words[1:])
-    if words[0] == "plan":
-        return fault_of_plan(words[1:])
+    others = {"generate": fault_of_generate, "serve": fault_of_serve, "plan": fault_of_plan}
+    if words[0] in others:
+        return others[words[0]](words[1:])
     if words[0] not in ("train", "config"):
         return f"unknown command {words[0]}"
     try:

@@ -203,6 +203,7 @@ class CaptureReport:
         """
         title = f"captured: {_count(self.num_recordings, 'recording')}, {self.engine} engine"
         notes = [
+            *self._memory_notes(),
             *_part_notes(self.eager_parts),
             *_why_notes(self.rows),
             *_eager_notes(self.rows),
@@ -267,6 +268,13 @@ class CaptureReport:
 
         document = coverage_document(self.to_json(), model=model, before=before, after=after, title=title)
         write_document(document, path)
+
+    def _memory_notes(self) -> list[Text]:
+        """The pool by those that share it, and what is beside it. Nothing where all of it is one."""
+        parts = [f"{pool.name} {_mib([pool.nbytes])} MiB" for pool in self.pools]
+        if self.workspace_bytes:
+            parts.append(f"workspaces of libraries {_mib([self.workspace_bytes])} MiB")
+        return [Text(f"memory: {', '.join(parts)}")] if len(parts) > 1 else []
 
     def _sums(self) -> str:
         num_captured, num_regions = self.coverage()
