@@ -5,8 +5,8 @@ from __future__ import annotations
 from graphstep.planning.calibration import Costs, calibrate
 from graphstep.planning.candidates import Candidate, Part, candidates_of, parts_of
 from graphstep.planning.measure import MeasuredStep, measure_step
+from graphstep.planning.own_step import plan_step
 from graphstep.planning.plan import Measured, Plan, Prediction
-from graphstep.planning.plan_step import plan_step
 
 __all__ = [
     "Candidate",
