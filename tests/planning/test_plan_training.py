@@ -77,6 +77,7 @@ def test_experts_that_read_on_the_host_rule_out_what_contains_them() -> None:
     assert "on the host" in found["whole layers"].candidate.problem
     assert "on the host" in found["full_iteration"].candidate.problem
     assert found["attn moe_router moe_preprocess"].candidate.problem == ""
+    assert found["attn moe_router moe_preprocess"].num_graphs == 8  # Two regions a layer, forward and backward.
     assert 0 < found["moe_router moe_preprocess"].num_captured < found["whole layers"].num_captured
 
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from graphstep.planning import Candidate, Costs
+from graphstep.planning import Candidate, Costs, Part
+from graphstep.planning.candidates import _named
 from graphstep.planning.operations import MODEL, Block, Entry, Operation, StepLog
 from graphstep.planning.predict import launched, memory_need, predicted_us, scaled, two_clocks_us
 from graphstep.planning.scopes import ITERATION
@@ -72,8 +75,27 @@ def test_forward_and_backward_of_neighbours_are_two_graphs_and_of_a_step_one() -
     assert launched(work, STEP, COSTS).num_graphs == 1
 
 
-def test_an_eager_part_between_cuts() -> None:
-    assert launched(work_of("layers.0", "eager", "layers.0"), LAYERS, COSTS).num_graphs == 2
+def test_what_runs_between_the_operations_of_a_region_does_not_cut_it() -> None:
+    after = launched(work_of("layers.0", "eager", "layers.0"), LAYERS, COSTS)
+    assert (after.num_graphs, after.num_launches) == (1, 2)
+
+
+def test_every_microbatch_has_launches_of_its_own() -> None:
+    first, second = work_of("layers.0", "-layers.0"), work_of("layers.0", "-layers.0")
+    work = [*first, *(replace(each, microbatch=1) for each in second)]
+    assert launched(work, LAYERS, COSTS).num_graphs == 4
+    assert launched(work, STEP, COSTS).num_graphs == 1
+
+
+def test_segments_with_an_eager_one_between_them_are_two_regions() -> None:
+    parts = [
+        Part(f"layers.{n}.{kind}", f"layers.{n}", kind) for n in (0, 1) for kind in ("attn", "moe_router", "moe", "end")
+    ]
+    graph_of = _named(parts, ("attn", "moe_router", "end"))
+    regions = [graph_of(part.path) for part in parts]
+    assert regions[0] == regions[1] != regions[3]
+    assert regions[2] is None
+    assert len(set(regions) - {None}) == 4
 
 
 def test_a_captured_step_waits_for_nothing() -> None:

@@ -40,14 +40,14 @@ def events() -> list[dict[str, Any]]:
         call(5.0, 5.0, "cudaLaunchKernel", 1),
         kernel(12.0, 3.0, 1),
         mark(100.0, "graphstep step"),
-        mark(101.0, "graphstep part 0 0"),
+        mark(101.0, "graphstep part 0 0 0"),
         call(105.0, 5.0, "cudaLaunchKernel", 2),
         kernel(112.0, 4.0, 2),
-        mark(111.0, "graphstep part 1 0"),
+        mark(111.0, "graphstep part 1 0 1"),
         call(115.0, 5.0, "cudaLaunchKernel", 3),
         {**call(116.0, 3.0, "cuLaunchKernel", 3), "cat": "cuda_driver"},
         kernel(121.0, 6.0, 3),
-        mark(121.0, "graphstep part 2 1"),
+        mark(121.0, "graphstep part 2 1 1"),
         call(130.0, 5.0, "cudaGraphLaunch", 4),
         kernel(136.0, 7.0, 4),
         kernel(143.0, 8.0, 4),
@@ -63,10 +63,10 @@ def test_only_the_last_step_counts_and_times_follow_each_other() -> None:
     work = read_work(events(), SCOPES)
     assert work == (
         Work("outside", False, 10.0, 4.0, 1),
-        Work("layers.0", False, 10.0, 6.0, 1),
-        Work("layers.1", True, 15.0, 15.0, 2),
-        Work("layers.1", True, 5.0, 0.0, 0, True),
-        Work("layers.1", True, 10.0, 2.0, 1),
+        Work("layers.0", False, 10.0, 6.0, 1, microbatch=1),
+        Work("layers.1", True, 15.0, 15.0, 2, microbatch=1),
+        Work("layers.1", True, 5.0, 0.0, 0, waits=True, microbatch=1),
+        Work("layers.1", True, 10.0, 2.0, 1, microbatch=1),
     )
 
 

@@ -121,8 +121,17 @@ def _of_switches(parts: Sequence[Part]) -> tuple[Candidate, ...]:
 
 
 def _named(parts: Sequence[Part], names: Sequence[str]) -> Callable[[str], str | None]:
-    layers = {part.path: part.layer for part in parts if part.kind in names or part.part_of in names}
-    return layers.get
+    """Captured neighbours of a layer are one region; an eager part between them cuts."""
+    regions: dict[str, str] = {}
+    number, before = 0, ""
+    for part in parts:
+        is_captured = part.kind in names or part.part_of in names
+        if not is_captured or part.layer != before:
+            number += 1
+        before = part.layer
+        if is_captured:
+            regions[part.path] = f"{part.layer} {number}"
+    return regions.get
 
 
 def _whole_steps() -> tuple[Candidate, ...]:

@@ -26,6 +26,7 @@ class Operation:
     name: str
     scope: str
     is_backward: bool
+    microbatch: int = 0
     is_random: bool = False
 
 
@@ -97,11 +98,11 @@ def log_step(run: Callable[[Scopes], Any], device: torch.device, owned: Iterable
         owned: parameters and buffers of the model.
     """
     logger = StepLogger(device, owned)
-    scopes = Scopes(on_change=lambda _scope, _is_backward: logger.look(), on_entry=logger.entered)
+    scopes = Scopes(on_change=logger.look, on_entry=logger.entered)
     logger.follow(scopes)
     with torch_private.compiled_code_off(), logger:
         run(scopes)
-        logger.log.num_microbatches = scopes.microbatch + 1
+        logger.log.num_microbatches = scopes.num_microbatches
     logger.look()
     return logger.log
 
@@ -172,7 +173,7 @@ class StepLogger(torch_private.DispatchMode):
         )
         scope, is_backward = self._scopes.current, torch_private.backward_pass() is not None
         if not is_view and not traits.name.startswith("profiler::"):
-            self.log.operations.append(Operation(traits.name, scope, is_backward, is_random))
+            self.log.operations.append(Operation(traits.name, scope, is_backward, self._scopes.microbatch, is_random))
         for tensor in made:
             key = torch_private.storage_key(tensor)
             if key in known:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from graphstep.planning.calibration import Costs
@@ -60,27 +60,41 @@ def scaled(work: Sequence[Work], step_us: float) -> tuple[tuple[Work, ...], floa
 
 
 def launched(work: Sequence[Work], candidate: Candidate, costs: Costs) -> Launched:
-    """Put captured neighbours into one launch each: same graph, same direction, nothing eager between them.
+    """Put what one graph contains into one launch, where the first of it was.
 
-    A step that is captured whole has no waits of the host any more.
+    A graph contains a region in one direction for one microbatch, or a whole step. A step that is captured whole has no
+    waits of the host any more.
     """
     if candidate.is_iteration:
         work = [each for each in work if not each.waits]
-    found: list[Work] = []
-    num_graphs = num_captured = 0
-    num_calls = 0.0
-    for graph, run in _runs(work, candidate.graph_of):
+    groups: list[tuple[bool, list[Work]]] = []
+    places: dict[tuple[object, ...], int] = {}
+    for each in work:
+        graph = None if each.waits else candidate.graph_of(each.scope)
         if graph is None:
-            found += run
+            groups.append((False, [each]))
             continue
-        num_graphs += 1
-        num_captured += len(run)
-        num_calls += 1.0 if candidate.is_iteration else 0.5
-        call_us = costs.iteration_call_us if candidate.is_iteration else costs.region_call_us / 2
-        num_nodes = sum(each.num_nodes for each in run)
-        busy_us = sum(each.device_us for each in run) + num_nodes * costs.graph_gap_us
-        found.append(Work(run[0].scope, run[0].is_backward, call_us, busy_us, num_nodes))
-    return Launched(tuple(found), len(found), num_graphs, num_captured, num_calls)
+        key = (graph,) if candidate.is_iteration else (graph, each.is_backward, each.microbatch)
+        if key not in places:
+            places[key] = len(groups)
+            groups.append((True, []))
+        groups[places[key]][1].append(each)
+    found = [_one_launch(group, candidate, costs) if is_graph else group[0] for is_graph, group in groups]
+    num_graphs = len(places)
+    return Launched(
+        tuple(found),
+        len(found),
+        num_graphs,
+        sum(len(group) for is_graph, group in groups if is_graph),
+        float(num_graphs) if candidate.is_iteration else num_graphs / 2,
+    )
+
+
+def _one_launch(group: Sequence[Work], candidate: Candidate, costs: Costs) -> Work:
+    call_us = costs.iteration_call_us if candidate.is_iteration else costs.region_call_us / 2
+    num_nodes = sum(each.num_nodes for each in group)
+    busy_us = sum(each.device_us for each in group) + num_nodes * costs.graph_gap_us
+    return Work(group[0].scope, group[0].is_backward, call_us, busy_us, num_nodes, microbatch=group[0].microbatch)
 
 
 def predicted_us(
@@ -160,23 +174,6 @@ def _static_bytes(log: StepLog, candidate: Candidate) -> int:
             needs[entry.scope] = max(needs.get(entry.scope, 0), sum(copied))
         previous = graph
     return sum(needs.values())
-
-
-def _runs(work: Sequence[Work], graph_of: Callable[[str], str | None]) -> Iterator[tuple[str | None, list[Work]]]:
-    """Neighbours of one graph and direction; eager ones together. A wait of the host ends a run of a graph."""
-    run: list[Work] = []
-    now: tuple[str | None, bool] | None = None
-    for each in work:
-        graph = None if each.waits else graph_of(each.scope)
-        # Forward and backward of an iteration are one graph.
-        key = (graph, graph is not None and graph != ITERATION and each.is_backward)
-        if now is not None and key != now:
-            yield now[0], run
-            run = []
-        now = key
-        run.append(each)
-    if now is not None:
-        yield now[0], run
 
 
 def _times(work: Sequence[Work], factor: float) -> list[Work]:

@@ -31,19 +31,21 @@ class Scopes:
     the gradient of its argument is complete. In between, what runs is its own or that of a part inside of it.
 
     Args:
-        on_change: called with the new scope, and whether a backward is under way.
+        on_change: called with the new scope, whether a backward is under way, and the number of the microbatch.
         on_entry: called when the forward of a part begins, or that of the model (``iteration``), with its tensors.
     """
 
     def __init__(
         self,
         *,
-        on_change: Callable[[str, bool], None] | None = None,
+        on_change: Callable[[str, bool, int], None] | None = None,
         on_entry: Callable[[str, Sequence[Tensor]], None] | None = None,
     ) -> None:
         self.current = OUTSIDE
-        self.microbatch = -1
-        """Number of the forward of the model that runs, or ran last."""
+        self.num_microbatches = 0
+        """Forwards of the model so far."""
+        self.microbatch = 0
+        """Number of the one whose forward or backward runs, or ran last."""
         self._on_change = on_change
         self._on_entry = on_entry
         self._handles: list[Any] = []
@@ -54,7 +56,7 @@ class Scopes:
         """From now on this scope runs."""
         self.current = name
         if self._on_change is not None:
-            self._on_change(name, torch_private.backward_pass() is not None)
+            self._on_change(name, torch_private.backward_pass() is not None, self.microbatch)
 
     @contextmanager
     def iteration(self) -> Iterator[None]:
@@ -79,7 +81,7 @@ class Scopes:
     @contextmanager
     def installed(self, model: nn.Module, paths: Sequence[str]) -> Iterator[None]:
         """Follow these parts of a model: segments of its layers, or modules, by path. Everything is put back."""
-        self.microbatch = -1
+        self.num_microbatches = self.microbatch = 0
         wanted = set(paths)
         replaced: list[nn.Module] = []
         try:
@@ -126,13 +128,14 @@ class Scopes:
     def _end(self, name: str, result: Any) -> None:
         self.enter(self._above.pop())
         for tensor in tensors_in(result):
-            self._hook(tensor, partial(self._backward_begins, name))
+            self._hook(tensor, partial(self._backward_begins, name, self.microbatch))
 
     def _hook(self, tensor: Tensor, action: Callable[[], None]) -> None:
         if tensor.requires_grad and torch.is_grad_enabled():
             self._handles.append(tensor.register_hook(lambda _gradient: action()))
 
-    def _backward_begins(self, name: str) -> None:
+    def _backward_begins(self, name: str, microbatch: int) -> None:
+        self.microbatch = microbatch
         # The result of a part is often that of a part inside of it, whose backward has begun by its own hook just now.
         if not self._is_inside(name):
             self.enter(name)
@@ -146,7 +149,8 @@ class Scopes:
         return self.current == name or self.current.startswith(f"{name}.")
 
     def _model_begins(self, _model: nn.Module, arguments: Any, named: Any) -> None:
-        self.microbatch += 1
+        self.microbatch = self.num_microbatches
+        self.num_microbatches += 1
         if self._on_entry is not None:
             self._on_entry(ITERATION, list(tensors_in((arguments, named))))
         if self.current == OUTSIDE and not self._is_told:

@@ -40,6 +40,7 @@ class Work:
     """Kernels, copies and memsets that it starts."""
     waits: bool = False
     """The host waits here until the device has done everything before."""
+    microbatch: int = 0
 
 
 class Marker:
@@ -48,10 +49,10 @@ class Marker:
     def __init__(self) -> None:
         self.numbers: dict[str, int] = {}
 
-    def change(self, scope: str, is_backward: bool) -> None:
+    def change(self, scope: str, is_backward: bool, microbatch: int) -> None:
         """See ``on_change`` of :class:`Scopes`."""
         number = self.numbers.setdefault(scope, len(self.numbers))
-        with record_function(f"{_MARK}{number} {int(is_backward)}"):
+        with record_function(f"{_MARK}{number} {int(is_backward)} {microbatch}"):
             pass
 
 
@@ -69,7 +70,7 @@ def profile_work(run: Callable[[Scopes], Any], device: torch.device) -> tuple[Wo
         for _ in range(2):
             with record_function(_STEP):
                 pass
-            marker.change(OUTSIDE, False)
+            marker.change(OUTSIDE, False, 0)
             run(scopes)
             torch.cuda.synchronize(device)
         events = profiler.stop_and_read()
@@ -109,7 +110,7 @@ def read_work(events: Iterable[Mapping[str, Any]], scopes: Mapping[int, str]) ->
         waits = _WAITS.search(str(event["name"])) is not None
         # What a wait takes depends on the device: it is worked out from the rest.
         host_us = (float(event["ts"]) if waits else end) - until
-        scope, is_backward = _at(marks, times, float(event["ts"]), scopes)
+        scope, is_backward, microbatch = _at(marks, times, float(event["ts"]), scopes)
         correlation = _correlation(event)
         found.append(
             Work(
@@ -119,6 +120,7 @@ def read_work(events: Iterable[Mapping[str, Any]], scopes: Mapping[int, str]) ->
                 device_us.get(correlation, 0.0),
                 num_nodes.get(correlation, 0),
                 waits,
+                microbatch,
             )
         )
         until = end
@@ -129,7 +131,9 @@ def read_work(events: Iterable[Mapping[str, Any]], scopes: Mapping[int, str]) ->
 
 def counted_work(log: StepLog, eager_operation_us: float) -> tuple[Work, ...]:
     """The operations of a step as if each were launched, at the host time that one was measured to take."""
-    return tuple(Work(each.scope, each.is_backward, eager_operation_us) for each in log.operations)
+    return tuple(
+        Work(each.scope, each.is_backward, eager_operation_us, microbatch=each.microbatch) for each in log.operations
+    )
 
 
 def _is_call(event: Mapping[str, Any]) -> bool:
@@ -141,12 +145,12 @@ def _is_call(event: Mapping[str, Any]) -> bool:
 
 def _at(
     marks: Sequence[tuple[float, str]], times: Sequence[float], time: float, scopes: Mapping[int, str]
-) -> tuple[str, bool]:
+) -> tuple[str, bool, int]:
     place = bisect_right(times, time) - 1
     if place < 0:
-        return OUTSIDE, False
-    number, is_backward = marks[place][1].removeprefix(_MARK).split()
-    return scopes.get(int(number), OUTSIDE), is_backward == "1"
+        return OUTSIDE, False, 0
+    number, is_backward, microbatch = marks[place][1].removeprefix(_MARK).split()
+    return scopes.get(int(number), OUTSIDE), is_backward == "1", int(microbatch)
 
 
 def _correlation(event: Mapping[str, Any]) -> Any:
