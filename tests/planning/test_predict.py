@@ -87,6 +87,12 @@ def test_every_microbatch_has_launches_of_its_own() -> None:
     assert launched(work, STEP, COSTS).num_graphs == 1
 
 
+def test_what_is_made_eagerly_is_copied_before_a_graph_runs() -> None:
+    work = work_of("layers.0", "layers.1", "-layers.1", "-layers.0")
+    assert launched(work, LAYERS, COSTS, {"layers.0"}).num_launches == 6
+    assert two_clocks_us(launched(work, LAYERS, COSTS, {"layers.0"}).work) == 4 * 20 + 2 * 10 + 5
+
+
 def test_segments_with_an_eager_one_between_them_are_two_regions() -> None:
     parts = [
         Part(f"layers.{n}.{kind}", f"layers.{n}", kind) for n in (0, 1) for kind in ("attn", "moe_router", "moe", "end")
@@ -108,12 +114,12 @@ def test_a_captured_step_waits_for_nothing() -> None:
 def test_the_step_on_a_gpu_is_that_of_the_clocks() -> None:
     work = work_of("outside", *["a"] * 10)
     # One eager launch of 10 us, a graph of 30 us on the host and 10 * (4 + 1) us on the device.
-    assert predicted_us(work, STEP, COSTS, step_us=200.0, has_device=True) == 10 + 30 + 50
+    assert predicted_us(launched(work, STEP, COSTS), STEP, COSTS, step_us=200.0, has_device=True) == 10 + 30 + 50
 
 
 def test_without_a_gpu_only_launches_change() -> None:
     work = work_of("outside", *["layers.0"] * 6, "eager", *["-layers.0"] * 4)
-    found = predicted_us(work, LAYERS, COSTS, step_us=1000.0, has_device=False)
+    found = predicted_us(launched(work, LAYERS, COSTS), LAYERS, COSTS, step_us=1000.0, has_device=False)
     assert found == 1000.0 - 10 * (10.0 - 3.0) + 40.0
 
 

@@ -45,7 +45,7 @@ def start_profiler(device: torch.device | str) -> None:
     """Profile next to nothing, so that the profiler is set up before graphs that it will see are captured."""
     device = torch.device(device)
     if device.type == "cuda":
-        with profile(activities=_activities(device)):
+        with profile(activities=_activities(device), acc_events=True):
             torch.zeros(8, device=device).add_(1)
             torch.cuda.synchronize(device)
 
@@ -77,7 +77,7 @@ class StepProfiler:
         if self._profile is not None:
             raise LifecycleError("the profiler runs already", where="StepProfiler.start", fix="call stop() first")
         _synchronize(self._device)
-        self._profile = profile(activities=_activities(self._device))
+        self._profile = profile(activities=_activities(self._device), acc_events=True)
         self._profile.__enter__()
 
     def stop(self, *, num_steps: int) -> Timeline:

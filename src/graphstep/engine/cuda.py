@@ -155,7 +155,8 @@ class CudaEngine:
 
     @property
     def workspace_bytes(self) -> int:
-        """What the math libraries allocated for the capture stream before the first capture; torch keeps it."""
+        """What is in use on the capture stream before the first capture: workspaces of the math libraries, which torch
+        keeps, and what warmup runs have left."""
         return self._workspace_bytes
 
     def capture(
@@ -269,7 +270,6 @@ class CudaEngine:
         if self._is_primed:
             return
         self._is_primed = True
-        allocated_before = torch.cuda.memory_allocated(self._device)
         with (
             torch.inference_mode(False),
             self.capture_stream(),
@@ -282,7 +282,7 @@ class CudaEngine:
                 torch.addmm(bias, weight @ weight, weight).sum().backward()
             del weight, bias
         torch.cuda.synchronize(self._device)
-        self._workspace_bytes = max(0, torch.cuda.memory_allocated(self._device) - allocated_before)
+        self._workspace_bytes = torch_private.held_on_stream(self._stream)
 
     def _open_lane(self) -> _Lane:
         """A new pool, and a graph in it: the allocator gives up a pool that no graph uses, and refuses its name."""

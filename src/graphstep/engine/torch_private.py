@@ -235,6 +235,17 @@ def pool_segments(pools: Sequence[Any]) -> list[int]:
     return [sizes.get(tuple(pool), 0) for pool in pools]
 
 
+def held_on_stream(stream: torch.cuda.Stream) -> int:
+    """Bytes in use on a stream outside of private pools."""
+    return sum(
+        int(block["size"])
+        for segment in torch.cuda.memory_snapshot()
+        if segment["stream"] == stream.cuda_stream and not any(segment["segment_pool_id"])
+        for block in segment["blocks"]
+        if block["state"] == "active_allocated"
+    )
+
+
 @contextmanager
 def stale_streams_overridden() -> Iterator[None]:
     """Let a captured backward pass use nodes that an eager one made on another stream, where torch knows how to.

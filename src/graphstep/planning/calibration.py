@@ -21,7 +21,8 @@ from graphstep.config import CudaGraphConfig, CudaGraphImpl
 from graphstep.strategies import CudaGraphManager, FullCudaGraphWrapper
 
 _FEW, _MANY = 2, 8
-_SHORT, _LONG = 4, 64
+_SHORT, _LONG = 4, 36
+_NODES: Final = (32, 512)
 _NUM_ROUNDS: Final = 15
 
 
@@ -84,12 +85,10 @@ def calibrate(device: torch.device | str) -> Costs:
     device = torch.device(device)
     eager = {length: _eager_us(device, _MANY, length) for length in (_SHORT, _LONG)}
     captured = {regions: _captured_us(device, regions, _SHORT) for regions in (_FEW, _MANY)}
-    iteration = {length: _iteration_us(device, length) for length in (_SHORT, _LONG)}
+    iteration = _iteration_us(device, _SHORT)
     # Each multiplication has one operation in the forward and one in the backward.
-    num_more = 2 * (_LONG - _SHORT)
-    eager_operation = (eager[_LONG] - eager[_SHORT]) / (_MANY * num_more)
-    # One graph alone: nothing of it runs beside the host.
-    graph_operation = max(0.0, (iteration[_LONG] - iteration[_SHORT]) / num_more)
+    eager_operation = (eager[_LONG] - eager[_SHORT]) / (_MANY * 2 * (_LONG - _SHORT))
+    graph_operation = _graph_operation_us(device)
     per_region = (captured[_MANY] - captured[_FEW]) / (_MANY - _FEW)
     # A chain also has the product with the weight: one operation forward, two backward and the sum of the gradient.
     own_us = (2 * _SHORT + 4) * graph_operation
@@ -100,7 +99,7 @@ def calibrate(device: torch.device | str) -> Costs:
         graph_operation_us=graph_operation,
         small_kernel_us=_small_kernel_us(device),
         region_call_us=max(0.0, region_call),
-        iteration_call_us=max(0.0, iteration[_SHORT] - own_us),
+        iteration_call_us=max(0.0, iteration - own_us),
     )
 
 
@@ -148,6 +147,22 @@ def _iteration_us(device: torch.device, num_operations: int) -> float:
         for _ in range(3):
             run()
         return _least_us(run, device)
+
+
+def _graph_operation_us(device: torch.device) -> float:
+    """Of a recording by itself: the longer of two takes so much more for each operation that it has more."""
+    times = []
+    with _generators_kept(device), GraphSession(device) as session:
+        x = torch.ones(1, device=device)
+        for num_operations in _NODES:
+
+            def run(num_operations: int = num_operations) -> None:
+                for _ in range(num_operations):
+                    x.mul_(1.0)
+
+            recording = session.engine.capture(run)
+            times.append(_least_us(recording.replay, device))
+    return max(0.0, (times[1] - times[0]) / (_NODES[1] - _NODES[0]))
 
 
 def _pass_of(model: nn.Module, device: torch.device) -> Callable[[], None]:

@@ -15,8 +15,8 @@ from graphstep.planning.scopes import Scopes
 
 MODEL: Final = "model"
 """Stands for parameters and buffers."""
-_LOOK_EVERY: Final = 16
-"""Operations after which memory is looked for that has been freed; between parts it always is."""
+_MANY_BLOCKS: Final = 256
+"""For each so many blocks that are alive, memory that was freed is looked for one operation later."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +163,7 @@ class StepLogger(torch_private.DispatchMode):
 
     def _note(self, traits: OperationTraits, known: set[int], result: Any, *, is_ours: bool, is_random: bool) -> None:
         self._num_seen += 1
-        if self._num_seen % _LOOK_EVERY == 0:
+        if self._num_seen % (1 + len(self._alive) // _MANY_BLOCKS) == 0:
             self.look()
         made = [tensor for tensor in tensors_in(result) if tensor.device.type == self._device.type]
         if self._scopes is None or not (made or is_ours):

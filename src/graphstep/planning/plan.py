@@ -15,7 +15,7 @@ from graphstep.coverage import StepMeasurement
 from graphstep.planning.calibration import Costs
 from graphstep.planning.candidates import Candidate, settled
 from graphstep.planning.measure import MeasuredStep
-from graphstep.planning.predict import launched, memory_need, predicted_us
+from graphstep.planning.predict import copied_bytes, launched, memory_need, predicted_us
 
 KERNELS = "two-clocks"
 """Model of a step on a GPU: measured launches and kernels, each on its own clock."""
@@ -122,16 +122,14 @@ class Plan:
         found = []
         random = {each.scope for each in measured.log.operations if each.is_random}
         for candidate in (settled(each, random) for each in candidates):
-            after = launched(measured.work, candidate, costs)
+            after = launched(measured.work, candidate, costs, copied_bytes(measured.log, candidate))
             need = memory_need(measured.log, candidate, shares_memory=measured.has_device)
-            step_us = predicted_us(
-                measured.work, candidate, costs, step_us=measured.step_us, has_device=measured.has_device
-            )
+            step_us = predicted_us(after, candidate, costs, step_us=measured.step_us, has_device=measured.has_device)
             found.append(
                 Prediction(
                     candidate=candidate,
                     step_ms=step_us / 1e3,
-                    num_launches=sum(not each.waits for each in after.work),
+                    num_launches=after.num_launches,
                     num_graphs=after.num_graphs,
                     num_captured=after.num_captured,
                     pool_bytes=need.pool_bytes,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 from graphstep.planning.calibration import Costs
@@ -59,11 +59,17 @@ def scaled(work: Sequence[Work], step_us: float) -> tuple[tuple[Work, ...], floa
     return tuple(_times(work, low)), low
 
 
-def launched(work: Sequence[Work], candidate: Candidate, costs: Costs) -> Launched:
+def launched(work: Sequence[Work], candidate: Candidate, costs: Costs, copying: Collection[str] = ()) -> Launched:
     """Put what one graph contains into one launch, where the first of it was.
 
     A graph contains a region in one direction for one microbatch, or a whole step. A step that is captured whole has no
     waits of the host any more.
+
+    Args:
+        work: of an eager step.
+        candidate: what is captured.
+        costs: of this machine.
+        copying: graphs that need a copy first: of arguments, and in the backward of gradients, that are made eagerly.
     """
     if candidate.is_iteration:
         work = [each for each in work if not each.waits]
@@ -79,11 +85,16 @@ def launched(work: Sequence[Work], candidate: Candidate, costs: Costs) -> Launch
             places[key] = len(groups)
             groups.append((True, []))
         groups[places[key]][1].append(each)
-    found = [_one_launch(group, candidate, costs) if is_graph else group[0] for is_graph, group in groups]
+    copies = Work("", False, costs.eager_operation_us, costs.small_kernel_us)
+    found: list[Work] = []
+    for is_graph, group in groups:
+        if is_graph and candidate.graph_of(group[0].scope) in copying:
+            found.append(copies)
+        found.append(_one_launch(group, candidate, costs) if is_graph else group[0])
     num_graphs = len(places)
     return Launched(
         tuple(found),
-        len(found),
+        sum(not each.waits for each in found),
         num_graphs,
         sum(len(group) for is_graph, group in groups if is_graph),
         float(num_graphs) if candidate.is_iteration else num_graphs / 2,
@@ -97,19 +108,16 @@ def _one_launch(group: Sequence[Work], candidate: Candidate, costs: Costs) -> Wo
     return Work(group[0].scope, group[0].is_backward, call_us, busy_us, num_nodes, microbatch=group[0].microbatch)
 
 
-def predicted_us(
-    work: Sequence[Work], candidate: Candidate, costs: Costs, *, step_us: float, has_device: bool
-) -> float:
+def predicted_us(after: Launched, candidate: Candidate, costs: Costs, *, step_us: float, has_device: bool) -> float:
     """Time of a step with a candidate captured.
 
     Args:
-        work: of the eager step; on a GPU with scaled host times.
+        after: its launches; on a GPU with scaled host times.
         candidate: what is captured.
         costs: of this machine.
         step_us: the eager step.
         has_device: False: the operations were counted, and everything but their launches stays as it is.
     """
-    after = launched(work, candidate, costs)
     if has_device:
         return two_clocks_us(after.work)
     saved = after.num_captured * (costs.eager_operation_us - costs.graph_operation_us)
@@ -153,14 +161,16 @@ def memory_need(log: StepLog, candidate: Candidate, *, shares_memory: bool) -> M
             for number in range(max(1, log.num_microbatches))
         ]
         pool = max(counted, default=0)
-    static = _static_bytes(log, candidate)
+    static = sum(copied_bytes(log, candidate).values())
     rest = log.peak_bytes(lambda block: not is_inside(block))
     return MemoryNeed(pool, static, max(0, pool + static + rest - log.peak_bytes()))
 
 
-def _static_bytes(log: StepLog, candidate: Candidate) -> int:
+def copied_bytes(log: StepLog, candidate: Candidate) -> dict[str, int]:
+    """For each graph of a candidate that reads what is made eagerly, the bytes that are copied before its forward."""
     if candidate.is_iteration:
-        return sum(sum(entry.nbytes) for entry in log.entries if entry.scope == ITERATION)
+        nbytes = sum(sum(entry.nbytes) for entry in log.entries if entry.scope == ITERATION)
+        return {ITERATION: nbytes} if nbytes else {}
     needs: dict[str, int] = {}
     previous: str | None = None
     for entry in log.entries:
@@ -171,9 +181,10 @@ def _static_bytes(log: StepLog, candidate: Candidate) -> int:
                 for nbytes, maker in zip(entry.nbytes, entry.made_by, strict=True)
                 if maker != MODEL and (maker is None or candidate.graph_of(maker) is None)
             ]
-            needs[entry.scope] = max(needs.get(entry.scope, 0), sum(copied))
+            if copied:
+                needs[graph] = max(needs.get(graph, 0), sum(copied))
         previous = graph
-    return sum(needs.values())
+    return needs
 
 
 def _times(work: Sequence[Work], factor: float) -> list[Work]:
