@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from graphstep.capture.report import CaptureReport
 from graphstep.config import CudaGraphConfig, RunConfig, from_argv
-from graphstep.coverage import StepMeasurement, StepProfiler, start_profiler
+from graphstep.coverage import measure_steps, start_profiler
 from graphstep.errors import ConfigError
 from graphstep.planning.calibration import Costs, calibrate
 from graphstep.planning.candidates import Candidate, candidates_of, parts_of
@@ -29,7 +29,7 @@ from graphstep.training.loop import Trainer
 
 _MANY_STEPS: Final = 10**6
 """No run ends before it has been measured."""
-_NUM_SETTLING, _NUM_TIMED, _NUM_PROFILED = 6, 9, 3
+_NUM_SETTLING, _NUM_WARMUP, _NUM_TIMED, _NUM_PROFILED = 6, 2, 9, 3
 
 
 class _FollowedStrategy(EagerStrategy):
@@ -107,24 +107,29 @@ def plan_training(config: RunConfig, *, budget_bytes: int | None = None, costs: 
 
 
 def measure_candidate(config: RunConfig, candidate: Candidate) -> Measured:
-    """Train some steps with a candidate captured, with nothing written.
+    """Train some steps with a candidate captured, with nothing written; they are measured as the eager ones were.
 
     Raises:
         CaptureError: it cannot be captured.
     """
     captured = config_of(candidate, config)
-    with Trainer(_without_end(_silent(captured))) as trainer, StepProfiler(trainer.device) as profiler:
+    with Trainer(_without_end(_silent(captured))) as trainer:
         start_profiler(trainer.device)
-        result = trainer.train(_NUM_SETTLING + _NUM_TIMED)
+        trainer.train(_NUM_SETTLING)
         before = trainer.report()
-        profiler.start()
-        trainer.train(_NUM_PROFILED)
-        timeline = profiler.stop(num_steps=_NUM_PROFILED)
+        with deterministic_algorithms(config.training.deterministic_mode), preserved_random_state(trainer.device):
+            measured = measure_steps(
+                trainer.make_step,
+                trainer.device,
+                num_warmup=_NUM_WARMUP,
+                num_timed=_NUM_TIMED,
+                num_profiled=_NUM_PROFILED,
+            )
         after = trainer.report()
     del trainer
     gc.collect()
-    measured = StepMeasurement(step_ms=result.step_ms, timeline=timeline)
-    return Measured.of(after, measured, num_graphs=(_num_graphs(after) - _num_graphs(before)) / _NUM_PROFILED)
+    num_steps = _NUM_WARMUP + _NUM_TIMED + _NUM_PROFILED
+    return Measured.of(after, measured, num_graphs=(_num_graphs(after) - _num_graphs(before)) / num_steps)
 
 
 def config_of(candidate: Candidate, config: RunConfig) -> RunConfig:
