@@ -150,3 +150,30 @@ def test_following_changes_no_number() -> None:
             followed()
     for (name, a), b in zip(plain.model.state_dict().items(), followed.model.state_dict().values(), strict=True):
         assert torch.equal(a, b), name
+
+
+def test_arguments_and_results_are_found_in_any_nesting() -> None:
+    class Named(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(8, 8)
+
+        def forward(self, *, given: dict[str, tuple[Tensor, ...]]) -> dict[str, Tensor]:
+            return {"result": self.inner(given["x"][0]) * given["x"][1]}
+
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(Named() for _ in range(2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            factor = x.mean() + 1
+            for layer in self.layers:
+                x = layer(given={"x": (x, factor)})["result"]
+            return x
+
+    log = log_of(Loop(Outer()))
+    scopes = [each.scope for each in log.operations if each.is_backward and each.name.startswith("aten::mm")]
+    assert scopes == ["layers.1.inner", "layers.1.inner", "layers.0.inner"]
+    first = next(entry for entry in log.entries if entry.scope == "layers.0")
+    assert first.nbytes == (128, 4)

@@ -151,7 +151,7 @@ class StepLogger(torch_private.DispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         # Once, from what goes in: what the operation gives may lie in new memory under an old name.
-        given = list(tensors_in((args, kwargs)))
+        given = list(tensors_in((args, tuple(kwargs.values()))))
         known = {torch_private.storage_key(tensor) for tensor in given}
         is_ours = any(tensor.device.type == self._device.type for tensor in given)
         del types, given

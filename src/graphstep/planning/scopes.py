@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from graphstep.capture.tree import flatten
 from graphstep.engine import torch_private
-from graphstep.engine.tape_ops import tensors_in
 from graphstep.models.segments import Segment, SegmentedModule
 
 OUTSIDE: Final = "outside"
@@ -118,7 +118,7 @@ class Scopes:
     def _begin(self, name: str, given: Any) -> None:
         above = self.current
         self._above.append(above)
-        tensors = list(tensors_in(given))
+        tensors = flatten(given)[0]
         if self._on_entry is not None:
             self._on_entry(name, tensors)
         for tensor in tensors:
@@ -127,7 +127,7 @@ class Scopes:
 
     def _end(self, name: str, result: Any) -> None:
         self.enter(self._above.pop())
-        for tensor in tensors_in(result):
+        for tensor in flatten(result)[0]:
             self._hook(tensor, partial(self._backward_begins, name, self.microbatch))
 
     def _hook(self, tensor: Tensor, action: Callable[[], None]) -> None:
@@ -152,7 +152,7 @@ class Scopes:
         self.microbatch = self.num_microbatches
         self.num_microbatches += 1
         if self._on_entry is not None:
-            self._on_entry(ITERATION, list(tensors_in((arguments, named))))
+            self._on_entry(ITERATION, flatten((arguments, named))[0])
         if self.current == OUTSIDE and not self._is_told:
             self.enter(ITERATION)
 
