@@ -172,6 +172,12 @@ def test_arguments_are_copied_unless_a_graph_or_the_model_has_them() -> None:
     assert need.static_bytes == 64 + 0 + 48
 
 
+def test_an_argument_of_several_regions_is_copied_once() -> None:
+    entries = tuple(Entry(f"layers.{n}", m, (None,), (64,), (7 + m,)) for m in range(2) for n in range(3))
+    need = memory_need(log_of(entries=entries, num_microbatches=2), LAYERS, shares_memory=True)
+    assert need.static_bytes == 64
+
+
 def test_inputs_of_a_whole_step_are_those_of_the_model() -> None:
     entries = (Entry(ITERATION, 0, (None,), (128,)), Entry("layers.0", 0, ("iteration",), (64,)))
     assert memory_need(log_of(entries=entries), STEP, shares_memory=True).static_bytes == 128

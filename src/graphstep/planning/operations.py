@@ -58,6 +58,8 @@ class Entry:
     """For each tensor the scope that allocated its memory in this step; ``MODEL`` for what the model owns, None for
     other memory from before."""
     nbytes: tuple[int, ...]
+    memory: tuple[int, ...] = ()
+    """For each tensor which memory it lies in: equal for those that share it."""
 
 
 @dataclass(slots=True)
@@ -137,6 +139,8 @@ class StepLogger(torch_private.DispatchMode):
                 self._scopes.microbatch if self._scopes is not None else 0,
                 tuple(makers),
                 tuple(tensor.numel() * tensor.element_size() for tensor in found),
+                # Names of memory that is freed are given again; when it was allocated is its own.
+                tuple(self._alive[key][1].born if key in self._alive else -key for key in keys),
             )
         )
 

@@ -172,17 +172,20 @@ def copied_bytes(log: StepLog, candidate: Candidate) -> dict[str, int]:
         nbytes = sum(sum(entry.nbytes) for entry in log.entries if entry.scope == ITERATION)
         return {ITERATION: nbytes} if nbytes else {}
     needs: dict[str, int] = {}
+    seen: dict[tuple[int, int], str] = {}
     previous: str | None = None
     for entry in log.entries:
         graph = candidate.graph_of(entry.scope)
         if graph is not None and graph != previous:
-            copied = [
-                nbytes
-                for nbytes, maker in zip(entry.nbytes, entry.made_by, strict=True)
-                if maker != MODEL and (maker is None or candidate.graph_of(maker) is None)
-            ]
+            copied = 0
+            for place, (nbytes, maker) in enumerate(zip(entry.nbytes, entry.made_by, strict=True)):
+                if maker == MODEL or (maker is not None and candidate.graph_of(maker) is not None):
+                    continue
+                # What several regions are given is copied for the first of them.
+                if not entry.memory or seen.setdefault((entry.microbatch, entry.memory[place]), graph) == graph:
+                    copied += nbytes
             if copied:
-                needs[graph] = max(needs.get(graph, 0), sum(copied))
+                needs[graph] = max(needs.get(graph, 0), copied)
         previous = graph
     return needs
 
