@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.coverage.documents import HOSTILE, hostile_document, measured_document
+from tests.coverage.documents import HOSTILE, Model, hostile_document, measured_document
 from tests.coverage.strict_html import StrictReader
 
 from graphstep.capture.report import CaptureReport
@@ -123,3 +123,12 @@ def test_files_that_cannot_be_written_are_named(tmp_path: Path) -> None:
         write_document({}, tmp_path / "report.pdf")
     with pytest.raises(UserInputError, match="cannot be written"):
         write_document(empty_document(), tmp_path / "missing" / "report.html")
+
+
+def test_main_gradients_are_memory_too() -> None:
+    model = Model(1)
+    for parameter in model.parameters():
+        parameter.main_grad = parameter.detach().clone()
+    document = coverage_document(CaptureReport("none", (), 0).to_json(), model=model)
+    sizes = {row["kind"]: row["bytes"] for row in document["memory"]}
+    assert sizes["gradients"] == sizes["weights"] == 4 * sum(p.numel() for p in model.parameters())

@@ -78,11 +78,12 @@ def _memory(report: dict[str, Any], model: nn.Module | None) -> list[dict[str, A
     if model is not None:
         weights = sum(t.numel() * t.element_size() for t in (*model.parameters(), *model.buffers()))
         rows.append({"kind": "weights", "name": "parameters and buffers", "bytes": weights})
-        gradients = [p.grad for p in model.parameters() if p.grad is not None]
+        places = [(p.grad, getattr(p, "main_grad", None)) for p in model.parameters()]
+        gradients = [g for pair in places for g in pair if isinstance(g, torch.Tensor)]
         rows.append(
             {
                 "kind": "gradients",
-                "name": "gradients in .grad",
+                "name": "gradients",
                 "bytes": sum(g.numel() * g.element_size() for g in gradients),
             }
         )

@@ -15,15 +15,16 @@ def section(name: str, heading: str, parts: Iterable[str]) -> str:
     return f'<section aria-labelledby="h-{name}">\n<h2 id="h-{name}">{escape(heading)}</h2>\n{body}\n</section>'
 
 
-def table(headings: Sequence[str], rows: Iterable[Sequence[str]], *, caption: str = "") -> str:
-    """A table whose first column names its rows. Texts are escaped here."""
+def table(headings: Sequence[str], rows: Iterable[Sequence[str]], *, caption: str = "", kind: str = "numbers") -> str:
+    """A table whose first column names its rows; of the kind ``reasons`` the last one is text. Texts are escaped."""
     head = "".join(f'<th scope="col">{escape(text)}</th>' for text in headings)
     body = "".join(
         f'<tr><th scope="row">{escape(first)}</th>' + "".join(f"<td>{escape(text)}</td>" for text in others) + "</tr>"
         for first, *others in rows
     )
     title = f"<caption>{escape(caption)}</caption>" if caption else ""
-    return f'<div class="wide"><table>{title}<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+    parts = f"{title}<thead><tr>{head}</tr></thead><tbody>{body}</tbody>"
+    return f'<div class="wide"><table class="{kind}">{parts}</table></div>'
 
 
 def facts_section(document: Mapping[str, Any]) -> str:
@@ -72,7 +73,8 @@ def _time_rows(measurements: Sequence[Mapping[str, Any]]) -> Iterable[list[str]]
     if not has_device:
         yield ["operations of the host", *(_number(each.get("num_launches"), 0) for each in timelines)]
         return
-    yield ["of it, the host issues work, ms", *(_number(each["host_ms"]) for each in measurements)]
+    if any(each["host_ms"] is not None for each in measurements):
+        yield ["of it, the host issues work, ms", *(_number(each["host_ms"]) for each in measurements)]
     yield ["device busy, ms (profiled)", *(_number(each.get("busy_ms")) for each in timelines)]
     idle = [
         1 - timeline["busy_ms"] / each["step_ms"] if timeline.get("busy_ms") and each["step_ms"] else None
@@ -117,7 +119,7 @@ def regions_section(document: Mapping[str, Any]) -> str:
         ]
         for region in report["regions"]
     )
-    parts = [table(headings, rows)] if report["regions"] else ["<p>There are no regions.</p>"]
+    parts = [table(headings, rows, kind="reasons")] if report["regions"] else ["<p>There are no regions.</p>"]
     advice = {
         each["reason"]: each["advice"]
         for region in report["regions"]
