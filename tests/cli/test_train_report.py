@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import json
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ from rich.console import Console
 
 from graphstep.cli.train import run
 from graphstep.errors import UserInputError
+from graphstep.training.loop import Trainer
 
 TINY = (
     *("--num-layers", "2", "--hidden-size", "16", "--num-attention-heads", "2", "--seq-length", "8"),
@@ -108,3 +111,24 @@ def test_wrong_files_are_refused_before_the_run(tmp_path: Path) -> None:
     }
     with pytest.raises(UserInputError, match="missing"):
         output_of("--cuda-graph-report", str(tmp_path / "missing" / "report.html"))
+
+
+def test_an_interrupted_run_has_a_report_of_what_there_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    after_step = Trainer._after_step
+
+    def interrupt(trainer: Trainer) -> None:
+        after_step(trainer)
+        if trainer.iteration == 10:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(Trainer, "_after_step", interrupt)
+    path, text = tmp_path / "report.json", io.StringIO()
+    words = [*TINY, *LOCAL, "--cuda-graph-report", str(path), "--cuda-graph-trace", str(tmp_path / "trace.json")]
+    assert run(words, console=Console(file=text, width=200)) == 130
+    document = json.loads(path.read_text(encoding="utf-8"))
+    assert document["before"] is None
+    assert document["after"]["step_ms"] > 0
+    assert states_of(document)["layers.0.attention"] == "captured"
+    monkeypatch.undo()
+    # The profiler ran when the run was interrupted: it can be started again.
+    output_of(*LOCAL, "--cuda-graph-report", str(path))

@@ -35,6 +35,7 @@ class RunFiles:
         self._config = config
         self._last_steps = LastSteps(config)
         self._measured: StepMeasurement | None = None
+        self._is_interrupted = False
         self._document: dict[str, Any] = {}
 
     @property
@@ -55,6 +56,7 @@ class RunFiles:
         """After the last step, while the model is there."""
         if not self.are_wanted:
             return
+        self._is_interrupted = result.is_interrupted
         self._measured = StepMeasurement(step_ms=result.step_ms, timeline=self._last_steps.timeline)
         self._document = coverage_document(
             result.report.to_json(),
@@ -65,7 +67,10 @@ class RunFiles:
         )
 
     def write(self) -> list[str]:
-        """Measure eager steps to compare with, and write the files. Returns lines that say what was written.
+        """Measure eager steps to compare with, unless the run was interrupted, and write the files.
+
+        Returns:
+            Lines that say what was written.
 
         Raises:
             UserInputError: a file cannot be written any more.
@@ -74,8 +79,10 @@ class RunFiles:
             return []
         training = self._config.training
         is_eager = self._config.graphs.impl is CudaGraphImpl.none
-        before = self._measured if is_eager else measure_eager_steps(self._config)
-        self._document["before"] = before.to_json()
+        before = self._measured if is_eager else None
+        if before is None and not self._is_interrupted:
+            before = measure_eager_steps(self._config)
+        self._document["before"] = before.to_json() if before is not None else None
         if is_eager:
             self._document["after"] = None
         lines = []
@@ -83,8 +90,10 @@ class RunFiles:
             write_document(self._document, training.cuda_graph_report)
             lines.append(f"report: {training.cuda_graph_report}")
         if training.cuda_graph_trace is not None:
-            found = {"eager": before.timeline, **({} if is_eager else {"graphed": self._measured.timeline})}
-            timelines: dict[str, Timeline] = {name: each for name, each in found.items() if each is not None}
+            found = {"eager": before, "graphed": None if is_eager else self._measured}
+            timelines: dict[str, Timeline] = {
+                name: each.timeline for name, each in found.items() if each is not None and each.timeline is not None
+            }
             write_text(training.cuda_graph_trace, json.dumps(chrome_trace(timelines)))
             lines.append(f"trace: {training.cuda_graph_trace}")
         return lines
