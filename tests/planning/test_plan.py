@@ -110,6 +110,7 @@ def test_launch_boundness_is_the_idle_share_of_the_device() -> None:
 def test_without_a_gpu_the_estimate_is_called_one_and_launches_decide() -> None:
     plan = Plan.of(measured_step(kind="cpu"), (LAYERS, STEP), COSTS)
     assert plan.model == "counted-operations"
+    assert plan.gain_of(plan.predictions[0]) is None
     assert plan.recommended is plan.predictions[1]
     assert plan.budget_bytes is None
     assert "an estimate, there is no GPU here" in text_of(plan)
@@ -128,7 +129,9 @@ def test_data_has_everything_and_survives_a_round_trip() -> None:
     assert plain["candidates"][1]["measured"]["step_ms"] == 0.7
     assert plain["candidates"][0]["measured"] is None
     assert plain["costs"]["region_call_us"] == 40.0
+    assert plain["candidates"][1]["gain"] == pytest.approx(1 / 0.63)
     assert "0.63 / 0.70" in text_of(plan)
+    assert "1.59x" in text_of(plan)
 
 
 def test_a_step_of_ones_own_on_the_tape() -> None:

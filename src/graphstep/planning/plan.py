@@ -154,6 +154,13 @@ class Plan:
         busy = self.measured.busy_us
         return min(1.0, self.measured.host_us / step) if busy is None else max(0.0, 1 - busy / step)
 
+    def gain_of(self, prediction: Prediction) -> float | None:
+        """How many times as fast as eager; None without a GPU, where a tape is no measure of that."""
+        step_ms = self.measured.times.step_ms
+        if not self.measured.has_device or step_ms is None or prediction.step_ms <= 0:
+            return None
+        return step_ms / prediction.step_ms
+
     @property
     def recommended(self) -> Prediction | None:
         """The candidate to take; None if none gains anything within the budget.
@@ -199,7 +206,7 @@ class Plan:
             "launch_boundness": self.launch_boundness,
             "costs": self.costs.to_json(),
             "budget_bytes": self.budget_bytes,
-            "candidates": [each.to_json() for each in self.predictions],
+            "candidates": [each.to_json() | {"gain": self.gain_of(each)} for each in self.predictions],
             "recommended": recommended.candidate.name if recommended is not None else None,
         }
 
@@ -221,9 +228,8 @@ class Plan:
             inside = "" if self.budget_bytes is None else f" within {self.budget_bytes / _MIB:.0f} MiB"
             return f"recommended: none, nothing is predicted to gain{inside}"
         how = " ".join(found.candidate.switches) or found.candidate.how
-        gain = ""
-        if self.measured.has_device and found.step_ms > 0:
-            gain = f", {(self.measured.times.step_ms or 0.0) / found.step_ms:.2f} times as fast"
+        times = self.gain_of(found)
+        gain = "" if times is None else f", {times:.2f} times as fast"
         launches = f"{self.measured.num_launches} launches become {found.num_launches}"
         return f"recommended: {found.candidate.name}: {launches}{gain}\n  {how}"
 
@@ -254,7 +260,8 @@ class Plan:
         budget = "" if self.budget_bytes is None else f", budget {self.budget_bytes / _MIB:.0f} MiB"
         table = Table(title=f"predicted, memory in MiB{budget}", title_justify="left")
         table.add_column("captured", overflow="fold")
-        for heading in ("step ms", "launches", "graphs", "pool", "static", "extra"):
+        has_gain = self.measured.has_device
+        for heading in ("step ms", *(["gain"] if has_gain else []), "launches", "graphs", "pool", "static", "extra"):
             table.add_column(heading, justify="right", no_wrap=True)
         recommended = self.recommended
         for each in self.predictions:
@@ -265,6 +272,7 @@ class Plan:
             table.add_row(
                 Text(f"{each.candidate.name}{note}", "bold" if each is recommended else ""),
                 f"{each.step_ms:.2f}",
+                *([f"{self.gain_of(each) or 0.0:.2f}x"] if has_gain else []),
                 str(each.num_launches),
                 str(each.num_graphs),
                 *(f"{number / _MIB:.2f}" for number in numbers),
