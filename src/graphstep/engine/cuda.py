@@ -20,6 +20,7 @@ from torch import Tensor
 from graphstep.engine import torch_private
 from graphstep.engine.ambient import casts_forgotten, collection_held
 from graphstep.engine.cuda_driver import capturing_node_count, restart_capture
+from graphstep.engine.cuda_memory import held_on_stream, pool_segments
 from graphstep.engine.user_frame import user_line_of
 from graphstep.errors import CaptureError, ConfigError, GraphstepError, LifecycleError, Problem
 
@@ -69,6 +70,10 @@ class CudaRecording:
                 "a recording cannot be replayed inside a capture", fix="replay it before or after the captured function"
             )
         self._graph.replay()
+
+    def launcher(self) -> Callable[[], object]:
+        """The replay itself, without a look at whether it may run; see the protocol."""
+        return self.replay if self._graph is None else torch_private.graph_launcher(self._graph)
 
     def release_result(self) -> None:
         """Forget what the function returned, so that later captures into the pool may use its memory."""
@@ -149,7 +154,7 @@ class CudaEngine:
         """The same by lane, and as slow; those that a failed capture has spoilt together."""
         if self._is_closed:
             return {}
-        sizes = torch_private.pool_segments([lane.pool for lane in (*self._lanes.values(), *self._spoilt)])
+        sizes = pool_segments([lane.pool for lane in (*self._lanes.values(), *self._spoilt)])
         found = dict(zip(self._lanes, sizes, strict=False))
         return found | ({"spoilt": sum(sizes[len(found) :])} if self._spoilt else {})
 
@@ -282,7 +287,7 @@ class CudaEngine:
                 torch.addmm(bias, weight @ weight, weight).sum().backward()
             del weight, bias
         torch.cuda.synchronize(self._device)
-        self._workspace_bytes = torch_private.held_on_stream(self._stream)
+        self._workspace_bytes = held_on_stream(self._stream)
 
     def _open_lane(self) -> _Lane:
         """A new pool, and a graph in it: the allocator gives up a pool that no graph uses, and refuses its name."""
