@@ -28,6 +28,7 @@ if TYPE_CHECKING:
         StaleAddressError,
         UserInputError,
     )
+    from graphstep.planning import plan_step
     from graphstep.strategies import (
         CudaGraphManager,
         FullCudaGraphWrapper,
@@ -72,6 +73,7 @@ __all__ = [
     "engine_for",
     "graph_step",
     "make_graphed_callables",
+    "plan_step",
 ]
 
 _HOMES: Mapping[str, str] = {
@@ -104,6 +106,7 @@ _HOMES: Mapping[str, str] = {
     "engine_for": "graphstep.engine",
     "graph_step": "graphstep.strategies",
     "make_graphed_callables": "graphstep.strategies",
+    "plan_step": "graphstep.planning",
 }
 
 
