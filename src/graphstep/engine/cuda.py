@@ -143,7 +143,11 @@ class CudaEngine:
         """Bytes that the private pool has reserved from the driver. Walks the allocator's segments: slow."""
         if self._is_closed:
             return 0
-        return torch_private.pool_segments([lane.pool for lane in (*self._lanes.values(), *self._spoilt)])
+        return torch_private.pool_segments(self.pools())
+
+    def pools(self) -> list[Any]:
+        """Names of the memory pools, one a lane."""
+        return [lane.pool for lane in (*self._lanes.values(), *self._spoilt)]
 
     def capture(
         self,

@@ -222,6 +222,11 @@ class _CudaBytes:
         }
 
 
+def cuda_bytes(address: int, nbytes: int, device: torch.device) -> Tensor:
+    """Memory of a GPU as bytes, in a tensor that does not own it."""
+    return torch.as_tensor(_CudaBytes(address, nbytes), device=device)
+
+
 def pool_segments(pools: Sequence[Any]) -> int:
     """Bytes reserved from the driver for some private pools."""
     names = {tuple(pool) for pool in pools}

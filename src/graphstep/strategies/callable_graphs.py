@@ -134,6 +134,23 @@ class CallableGraphs:
         self._give_up_waiting()
         self.session.close()
 
+    @contextmanager
+    def eagerly(self) -> Iterator[None]:
+        """In the body callables run as they are, in any order, and nothing is counted. Nothing may be in flight."""
+        before = self.around
+
+        def run(scheduled: ScheduledCallable, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
+            return scheduled.captured.region.function(*arguments, **named)
+
+        def instead(_call: object, *what: Any) -> Any:
+            return run(*what) if before is None else before(run, *what)
+
+        self.around = instead
+        try:
+            yield
+        finally:
+            self.around = before
+
     def is_idle(self) -> bool:
         """True if nothing is in flight but weight gradients of a step that will not go on."""
         if self._waiting and self.cursor is not None and self.cursor.expected.phase is Phase.WEIGHT_GRADIENT:
@@ -355,6 +372,16 @@ class GraphedCallable:
         """
         self._graphs.weight_gradients(self._scheduled)
 
+    @property
+    def graphs(self) -> CallableGraphs:
+        """Owner of its graphs, and of those of all callables that were given with it."""
+        return self._graphs
+
+    @property
+    def module(self) -> nn.Module | None:
+        """The module that it stands for, if it does."""
+        return self._scheduled.captured.module
+
     def report(self) -> CaptureReport:
         """What was captured with it, and how it was used."""
         return self._graphs.report()
@@ -370,6 +397,11 @@ class CurrentMicrobatch:
     def __init__(self, graphs: CallableGraphs, module: nn.Module, function: Callable[..., Any]) -> None:
         self._graphs, self._module, self._function = graphs, module, function
         self._scheduled: ScheduledCallable | None = None
+
+    @property
+    def graphs(self) -> CallableGraphs:
+        """Owner of its graphs."""
+        return self._graphs
 
     @contextmanager
     def entered(self, scheduled: ScheduledCallable) -> Iterator[nn.Module]:
