@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -119,6 +119,7 @@ class CallableGraphs:
         self._waiting: dict[ScheduledCallable, WaitingRun] = {}
         """What has run backward, and waits for its weight gradients."""
         self._copies = HandedCopies()
+        self._roots: Collection[tuple[str, nn.Module]] = ()
         self._on_close: list[Callable[[], None]] = []
         self.around: Callable[..., Any] | None = None
         """Runs :meth:`_call` for every call, where fp8 arguments ask for something."""
@@ -150,6 +151,14 @@ class CallableGraphs:
             yield
         finally:
             self.around = before
+
+    def roots(self) -> list[tuple[str, nn.Module]]:
+        """Name and module of the outermost ones that run in the callables."""
+        return list(self._roots)
+
+    def note_roots(self, roots: Iterable[tuple[str, nn.Module]]) -> None:
+        """These run in the callables."""
+        self._roots = {id(module): (name, module) for name, module in roots}.values()
 
     def is_idle(self) -> bool:
         """True if nothing is in flight but weight gradients of a step that will not go on."""
@@ -376,11 +385,6 @@ class GraphedCallable:
     def graphs(self) -> CallableGraphs:
         """Owner of its graphs, and of those of all callables that were given with it."""
         return self._graphs
-
-    @property
-    def module(self) -> nn.Module | None:
-        """The module that it stands for, if it does."""
-        return self._scheduled.captured.module
 
     def report(self) -> CaptureReport:
         """What was captured with it, and how it was used."""

@@ -118,6 +118,11 @@ class FullCudaGraphWrapper:
         return self._session
 
     @property
+    def function(self) -> ForwardBackward:
+        """What is captured."""
+        return self._function
+
+    @property
     def model(self) -> nn.Module:
         """What the function is called with."""
         return self._model

@@ -135,6 +135,11 @@ class GraphedStep(Generic[P, R]):
         self._attribute = name
 
     @property
+    def function(self) -> Callable[P, R]:
+        """What is captured."""
+        return self._function
+
+    @property
     def modules(self) -> tuple[tuple[str, nn.Module], ...]:
         """Name and module of the outermost modules that are known to run in the step."""
         return self._parts.modules()

@@ -1,0 +1,171 @@
+"""The first module in which a replay departs from eager execution, found level by level."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from torch import Tensor, nn
+
+from graphstep.verification.compare import Difference, Tolerances, difference
+from graphstep.verification.draws import draws_of, first_other_draw
+from graphstep.verification.report import Culprit, Part, Row
+from graphstep.verification.state import State, StateCopy
+from graphstep.verification.taps import Event, Place, Side, Taps, children_of, distinct
+from graphstep.verification.targets import Named, Target
+
+_NUM_TRIES: Final = 4
+"""Runs both ways before a level counts as equal: what Python counts may be as at the capture by chance."""
+_HOW: Final[Mapping[Side, str]] = {
+    Side.ARGUMENT: "what it gives to a module inside of it differs, while all before is equal",
+    Side.RESULT: "its result differs, while its arguments and all modules before are equal",
+    Side.RESULT_GRADIENT: "the gradient that it gives to a module inside of it differs, while all before is equal",
+    Side.ARGUMENT_GRADIENT: "the gradient of its argument differs, while that of its result is equal",
+}
+_VANISHES: Final = (
+    "watched inside, the difference is gone: it depends on how memory is laid out, "
+    "or on what Python keeps between calls"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """A step whose replay differed."""
+
+    batch: Any
+    before: StateCopy
+    """State at its start."""
+    rows: Sequence[Row]
+    """Those that differ."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bisection:
+    """Finds the first module that differs in a step.
+
+    Where the target can capture anew, its graphs are dropped, before and after.
+    """
+
+    target: Target
+    state: State
+    start: StateCopy
+    """State before the capture that led to the failure: captures start there again."""
+    warm_up: Callable[[], None]
+    """Runs steps until the target replays."""
+    prepare: Callable[[], None]
+    """Runs before each replay."""
+    tolerances: Tolerances
+
+    def find(self, failure: Failure) -> Culprit | None:
+        """The first module that differs, or what the rows tell if that is all there is; ``None`` without rows."""
+        parts = {row.part for row in failure.rows}
+        if Part.RANDOM in parts and (found := self._other_draws(failure)) is not None:
+            return found
+        if parts & {Part.FORWARD, Part.GRADIENT, Part.WEIGHT, Part.OPTIMIZER}:
+            try:
+                found = self._descend(failure)
+            finally:
+                if self.target.recapture is not None:
+                    self.target.recapture()
+            if found is not None:
+                return found
+        return self._of_rows(failure.rows)
+
+    # ----- taps
+
+    def _descend(self, failure: Failure) -> Culprit | None:
+        roots = [(path, module) for path, module in self.target.modules()]
+        culprit: Culprit | None = None
+        current: Named | None = None
+        while True:
+            inside = children_of(*current) if current is not None else roots
+            level = distinct([current, *inside] if current is not None else roots)
+            found = self._first_difference(failure, level) if inside else None
+            if found is None:
+                if culprit is not None and inside:
+                    culprit = Culprit(culprit.module, culprit.part, culprit.difference, _VANISHES)
+                return culprit
+            place, what = found
+            is_inside = current is None or place.module != current[0]
+            if not is_inside or place.side in (Side.ARGUMENT, Side.RESULT_GRADIENT):
+                here = "" if current is None else _own_name(*current)
+                return Culprit(here, place.side.part, what, _HOW[place.side])
+            current = next((path, module) for path, module in level if path == place.module)
+            culprit = Culprit(_own_name(*current), place.side.part, what, _HOW[place.side])
+            if self.target.recapture is None:
+                return culprit  # Nothing can be laid inside of its graphs.
+
+    def _first_difference(self, failure: Failure, level: Sequence[Named]) -> tuple[Place, Difference] | None:
+        taps, target, state = Taps(level), self.target, self.state
+        with taps.installed():
+            state.restore(failure.before)
+            target.eager(failure.batch)
+            taps.allocate(target.sessions()[0].device)
+            if target.recapture is not None:
+                state.restore(self.start)
+                target.recapture()
+                self.warm_up()
+            for _ in range(_NUM_TRIES):
+                taps.restart()
+                state.restore(failure.before)
+                target.eager(failure.batch)
+                events, eager = list(taps.events), taps.seen()
+                taps.restart()
+                state.restore(failure.before)
+                self.prepare()
+                target.graphed(failure.batch)
+                found = self._compare(events, eager, taps.seen())
+                if found is not None:
+                    return found
+        return None
+
+    def _compare(
+        self, events: Sequence[Event], eager: Mapping[Place, Tensor], replayed: Mapping[Place, Tensor]
+    ) -> tuple[Place, Difference] | None:
+        for place, number in events:
+            if place not in eager or number >= len(eager[place]):
+                continue  # Python called it otherwise when the taps were laid.
+            tolerance = self.tolerances.of(place.module)
+            name = place.tensor if place.side.part is Part.FORWARD else f"gradient of {place.tensor}"
+            name = name if len(eager[place]) == 1 else f"{name}, call {number + 1},"
+            found = difference(name, eager[place][number], replayed[place][number], tolerance)
+            if found is not None and not found.is_within:
+                return place, found
+        return None
+
+    # ----- without taps
+
+    def _other_draws(self, failure: Failure) -> Culprit | None:
+        """The module that draws another number of random numbers from one eager call to the next."""
+        traces = []
+        for _ in range(_NUM_TRIES):
+            self.state.restore(failure.before)
+            traces.append(draws_of(lambda: self.target.eager(failure.batch), self.state.modules))
+        module = first_other_draw(traces)
+        row = next(row for row in failure.rows if row.part is Part.RANDOM)
+        if module is None or row.difference is None:
+            return None
+        return Culprit(module, Part.RANDOM, row.difference, "it does not draw the same in each eager call")
+
+    def _of_rows(self, rows: Sequence[Row]) -> Culprit | None:
+        """What is left where no result and no gradient on the way tells more."""
+        order = (Part.FORWARD, Part.BUFFER, Part.OTHER, Part.GRADIENT, Part.OPTIMIZER, Part.WEIGHT, Part.RANDOM)
+        with_modules = [row for row in rows if row.module or row.part in (Part.OTHER, Part.RANDOM)] or list(rows)
+        places = {path: place for place, (path, _) in enumerate(self.state.modules)}
+        for part in order:
+            found = [row for row in with_modules if row.part is part and row.difference is not None]
+            if not found:
+                continue
+            # A backward runs from the last module to the first.
+            pick = max if part is Part.GRADIENT else min
+            row = pick(found, key=lambda row: places.get(row.module, -1))
+            if row.difference is not None:
+                how = "after the step" if part is not Part.GRADIENT else "nothing else differs on the way to it"
+                return Culprit(row.module, part, row.difference, how)
+        return None
+
+
+def _own_name(path: str, module: nn.Module) -> str:
+    """How a module is called: a model by itself has no path."""
+    return path or type(module).__name__

@@ -1,0 +1,96 @@
+"""What one step has left behind by graphs and eagerly, compared: one row for each module and kind of state."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from graphstep.capture.tree import flatten, tensor_paths, values_of
+from graphstep.verification.compare import Difference, Tolerances, difference
+from graphstep.verification.report import Part, Row
+from graphstep.verification.state import StateCopy, same_state
+
+Results = tuple[Mapping[str, Tensor], tuple[Any, ...]]
+
+
+def result_tensors(result: Any) -> Results:
+    """Copies of the tensors of a result on the host, by name, and its other values."""
+    tensors, structure = flatten(result)
+    names = tensor_paths(structure, "result")
+    return {n: t.detach().to("cpu", copy=True) for n, t in zip(names, tensors, strict=True)}, tuple(
+        values_of(structure)
+    )
+
+
+class Rows:
+    """The rows of all steps so far.
+
+    Args:
+        tolerances: how far replays may be from eager, by module.
+    """
+
+    def __init__(self, tolerances: Tolerances) -> None:
+        self._tolerances = tolerances
+        self._rows: dict[tuple[str, Part], Row] = {}
+
+    def all(self) -> tuple[Row, ...]:
+        """Every row, those of the step itself first."""
+        return tuple(self._rows.values())
+
+    def different(self) -> tuple[Row, ...]:
+        """Those that differ by more than is allowed."""
+        return tuple(row for row in self._rows.values() if not row.is_equal)
+
+    def add(
+        self, step: int, eager: Results, replayed: Results, after_eager: StateCopy, after_replay: StateCopy
+    ) -> None:
+        """Compare one step: results, tensors of the state, generators."""
+        counts: dict[tuple[str, Part], int] = {}
+        worst: dict[tuple[str, Part], Difference] = {}
+
+        def note(module: str, part: Part, found: Difference | None) -> None:
+            key = module, part
+            counts[key] = counts.get(key, 0) + 1
+            if found is not None and (key not in worst or _rank(found) > _rank(worst[key])):
+                worst[key] = found
+
+        for name in dict.fromkeys((*eager[0], *replayed[0])):
+            found = difference(name, eager[0].get(name), replayed[0].get(name), self._tolerances.of(""))
+            note("", Part.FORWARD, found)
+        if eager[1] != replayed[1]:
+            note("", Part.FORWARD, _of_values("result", str(eager[1]), str(replayed[1])))
+        for key in dict.fromkeys((*after_eager.tensors, *after_replay.tensors)):
+            pair = after_eager.tensors.get(key), after_replay.tensors.get(key)
+            note(key.module, key.part, difference(key.name, *pair, self._tolerances.of(key.module)))
+        for name, state in after_eager.generators.items():
+            other = after_replay.generators[name]
+            is_same = same_state(state, other)
+            note("", Part.RANDOM, None if is_same else _of_values(name, _digest(state), _digest(other)))
+        for place, number in counts.items():
+            self._note(place, number, worst.get(place), step)
+
+    def _note(self, key: tuple[str, Part], number: int, found: Difference | None, step: int) -> None:
+        row = self._rows.get(key, Row(key[0], key[1], number))
+        is_worse = found is not None and (row.difference is None or _rank(found) > _rank(row.difference))
+        row = replace(row, difference=found, step=step) if is_worse else row
+        self._rows[key] = replace(row, num_tensors=max(number, row.num_tensors))
+
+
+def _rank(found: Difference) -> tuple[bool, float]:
+    return not found.is_within, found.max_error
+
+
+def _of_values(name: str, eager: str, replayed: str) -> Difference:
+    return Difference(name, math.inf, (), eager, replayed, 0, 0)
+
+
+def _digest(state: Any) -> str:
+    """A short name for the state of a generator."""
+    raw = bytes(state.flatten().tolist()) if isinstance(state, torch.Tensor) else repr(state).encode()
+    return f"state {hashlib.sha256(raw).hexdigest()[:8]}"
