@@ -26,6 +26,7 @@ if TYPE_CHECKING:
         PlanError,
         StaleAddressError,
         UserInputError,
+        VerificationError,
     )
     from graphstep.strategies import (
         CudaGraphManager,
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
         graph_step,
         make_graphed_callables,
     )
+    from graphstep.verification import Tolerance, VerifyReport, verify
 
 __all__ = [
     "CaptureError",
@@ -62,17 +64,22 @@ __all__ = [
     "StaleAddressError",
     "TECudaGraphHelper",
     "TapeEngine",
+    "Tolerance",
     "UserInputError",
+    "VerificationError",
+    "VerifyReport",
     "__version__",
     "attach",
     "build_strategy",
     "engine_for",
     "graph_step",
     "make_graphed_callables",
+    "verify",
 ]
 
 _HOMES: Mapping[str, str] = {
     "UserInputError": "graphstep.errors",
+    "VerificationError": "graphstep.errors",
     "StaleAddressError": "graphstep.errors",
     "PlanError": "graphstep.errors",
     "LifecycleError": "graphstep.errors",
@@ -99,6 +106,9 @@ _HOMES: Mapping[str, str] = {
     "engine_for": "graphstep.engine",
     "graph_step": "graphstep.strategies",
     "make_graphed_callables": "graphstep.strategies",
+    "Tolerance": "graphstep.verification",
+    "VerifyReport": "graphstep.verification",
+    "verify": "graphstep.verification",
 }
 
 

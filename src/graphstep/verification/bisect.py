@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from torch import Tensor, nn
@@ -49,6 +49,8 @@ class Bisection:
 
     target: Target
     state: State
+    modules: Callable[[], Sequence[Named]]
+    """The outermost modules of the step."""
     start: StateCopy
     """State before the capture that led to the failure: captures start there again."""
     warm_up: Callable[[], None]
@@ -68,6 +70,10 @@ class Bisection:
             finally:
                 if self.target.recapture is not None:
                     self.target.recapture()
+            if found is not None and found.part is Part.FORWARD:
+                # A module with other random numbers than at the capture, though the graph draws as many in all.
+                cause = self._other_draws(failure)
+                return cause if cause is not None and cause.module == found.module else found
             if found is not None:
                 return found
         return self._of_rows(failure.rows)
@@ -75,17 +81,20 @@ class Bisection:
     # ----- taps
 
     def _descend(self, failure: Failure) -> Culprit | None:
-        roots = [(path, module) for path, module in self.target.modules()]
+        """Go down from the outermost modules to the one whose own code it is."""
         culprit: Culprit | None = None
         current: Named | None = None
-        while True:
-            inside = children_of(*current) if current is not None else roots
-            level = distinct([current, *inside] if current is not None else roots)
-            found = self._first_difference(failure, level) if inside else None
+        while inside := children_of(*current) if current is not None else list(self.modules()):
+            level = distinct([current, *inside] if current is not None else inside)
+            found = self._first_difference(failure, level)
+            if found is None and culprit is not None:
+                return replace(culprit, how=_VANISHES)
             if found is None:
-                if culprit is not None and inside:
-                    culprit = Culprit(culprit.module, culprit.part, culprit.difference, _VANISHES)
-                return culprit
+                # No gradient on the way to this level differs: one inside of a module may.
+                current = self._with_other_gradient(failure, inside)
+                if current is None or self.target.recapture is None:
+                    return None
+                continue
             place, what = found
             is_inside = current is None or place.module != current[0]
             if not is_inside or place.side in (Side.ARGUMENT, Side.RESULT_GRADIENT):
@@ -94,7 +103,17 @@ class Bisection:
             current = next((path, module) for path, module in level if path == place.module)
             culprit = Culprit(_own_name(*current), place.side.part, what, _HOW[place.side])
             if self.target.recapture is None:
-                return culprit  # Nothing can be laid inside of its graphs.
+                break  # Nothing can be laid inside of its graphs.
+        return culprit
+
+    def _with_other_gradient(self, failure: Failure, modules: Sequence[Named]) -> Named | None:
+        """The one that has the parameter whose gradient is the first to differ."""
+        parts = (Part.GRADIENT, Part.OPTIMIZER, Part.WEIGHT)
+        row = next((row for part in parts if (row := self._first_row(failure.rows, part)) is not None), None)
+        if row is None:
+            return None
+        owner = dict(self.state.modules).get(row.module)
+        return next((each for each in modules if any(m is owner for m in each[1].modules())), None)
 
     def _first_difference(self, failure: Failure, level: Sequence[Named]) -> tuple[Place, Difference] | None:
         taps, target, state = Taps(level), self.target, self.state
@@ -128,7 +147,7 @@ class Bisection:
                 continue  # Python called it otherwise when the taps were laid.
             tolerance = self.tolerances.of(place.module)
             name = place.tensor if place.side.part is Part.FORWARD else f"gradient of {place.tensor}"
-            name = name if len(eager[place]) == 1 else f"{name}, call {number + 1},"
+            name = name if len(eager[place]) == 1 else f"{name} (call {number + 1})"
             found = difference(name, eager[place][number], replayed[place][number], tolerance)
             if found is not None and not found.is_within:
                 return place, found
@@ -143,27 +162,26 @@ class Bisection:
             self.state.restore(failure.before)
             traces.append(draws_of(lambda: self.target.eager(failure.batch), self.state.modules))
         module = first_other_draw(traces)
-        row = next(row for row in failure.rows if row.part is Part.RANDOM)
+        row = next((row for row in failure.rows if row.part is Part.RANDOM), failure.rows[0])
         if module is None or row.difference is None:
             return None
         return Culprit(module, Part.RANDOM, row.difference, "it does not draw the same in each eager call")
 
     def _of_rows(self, rows: Sequence[Row]) -> Culprit | None:
         """What is left where no result and no gradient on the way tells more."""
-        order = (Part.FORWARD, Part.BUFFER, Part.OTHER, Part.GRADIENT, Part.OPTIMIZER, Part.WEIGHT, Part.RANDOM)
-        with_modules = [row for row in rows if row.module or row.part in (Part.OTHER, Part.RANDOM)] or list(rows)
-        places = {path: place for place, (path, _) in enumerate(self.state.modules)}
-        for part in order:
-            found = [row for row in with_modules if row.part is part and row.difference is not None]
-            if not found:
-                continue
-            # A backward runs from the last module to the first.
-            pick = max if part is Part.GRADIENT else min
-            row = pick(found, key=lambda row: places.get(row.module, -1))
-            if row.difference is not None:
+        for part in (Part.FORWARD, Part.BUFFER, Part.OTHER, Part.GRADIENT, Part.OPTIMIZER, Part.WEIGHT, Part.RANDOM):
+            row = self._first_row(rows, part)
+            if row is not None and row.difference is not None:
                 how = "after the step" if part is not Part.GRADIENT else "nothing else differs on the way to it"
                 return Culprit(row.module, part, row.difference, how)
         return None
+
+    def _first_row(self, rows: Sequence[Row], part: Part) -> Row | None:
+        """Of one part, that of the module which comes first: in a backward, the last one of the model."""
+        places = {path: place for place, (path, _) in enumerate(self.state.modules)}
+        found = [row for row in rows if row.part is part]
+        is_backward = part in (Part.GRADIENT, Part.OPTIMIZER, Part.WEIGHT)
+        return (max if is_backward else min)(found, key=lambda row: places.get(row.module, -1), default=None)
 
 
 def _own_name(path: str, module: nn.Module) -> str:

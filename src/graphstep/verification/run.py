@@ -186,7 +186,11 @@ class Verification:
     # ----- what there is
 
     def _modules(self) -> list[Named]:
-        return [*self._target.modules(), *self._further_modules]
+        """The outermost modules of the step, each once."""
+        found: dict[int, Named] = {}
+        for path, module in (*self._target.modules(), *self._further_modules):
+            found.setdefault(id(module), (path, module))
+        return list(found.values())
 
     def _add_modules(self, modules: Iterable[nn.Module]) -> None:
         """Those that are not known yet, by the names of their classes."""
@@ -219,11 +223,11 @@ class Verification:
         try:
             parts = StepParts([module for _, module in named] or [nn.Identity()])
             with parts.watching(keep):
-                state.learn(lambda: self._target.eager(self._batches[0]))
+                state.set_modules(self._modules())
+                state.learn(lambda: self._target.eager(self._batches[0]), self._modules)
             for each in kept:
                 each.put_back()
             state.optimizers = list(self._optimizers.values())
-            state.set_modules(self._modules())
             yield
         finally:
             for each in kept:
@@ -288,6 +292,7 @@ class Verification:
         return Bisection(
             target=self._target,
             state=state,
+            modules=self._modules,
             start=start,
             warm_up=self._warm_up,
             prepare=self._poison,

@@ -146,8 +146,12 @@ class State:
             else:
                 self._generators[name].set_state(state)
 
-    def learn(self, run: Callable[[], Any]) -> None:
+    def learn(self, run: Callable[[], Any], modules: Callable[[], Iterable[Named]]) -> None:
         """Run something eagerly, see what it writes and which generators it draws from, and undo it.
+
+        Args:
+            run: a step.
+            modules: the outermost modules, asked when it has run.
 
         Raises:
             Whatever ``run`` raises; it is undone then too.
@@ -159,6 +163,7 @@ class State:
             with watcher:
                 run()
         finally:
+            self.set_modules(modules())
             known = {torch_private.storage_key(tensor) for _, tensor in self.tensors()}
             contents = {torch_private.storage_key(content) for content in log.contents()}
             written = [t for t in watcher.externals if torch_private.storage_key(t) in contents]

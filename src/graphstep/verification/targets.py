@@ -141,7 +141,7 @@ def _of_step(step: GraphedStep[..., Any]) -> Target:
         graphed=lambda batch: step(*arguments(batch)),
         eager=lambda batch: step.eager(*arguments(batch)),
         sessions=lambda: [step.session],
-        modules=lambda: step.modules,
+        modules=lambda: _single_without_name(step.modules),
         optimizers=lambda: step.optimizers,
         function=step.function,
         recapture=step.reset_cuda_graph,
@@ -214,6 +214,11 @@ def has_own_graphs(module: nn.Module) -> bool:
 def captured_modules(modules: Iterable[Named]) -> list[Named]:
     """The modules whose own forward has been replaced by replays."""
     return [(p, m) for prefix, root in modules for p, m in root.named_modules(prefix=prefix) if has_graphs(m)]
+
+
+def _single_without_name(modules: Sequence[Named]) -> Sequence[Named]:
+    """Paths begin in the model where there is but one."""
+    return modules if len(modules) != 1 else [("", modules[0][1])]
 
 
 def _unknown(given: Any) -> Problem:
