@@ -120,7 +120,7 @@ class Bisection:
         with taps.installed():
             state.restore(failure.before)
             target.eager(failure.batch)
-            taps.allocate(target.sessions()[0].device)
+            taps.allocate(target.device)
             if target.recapture is not None:
                 state.restore(self.start)
                 target.recapture()

@@ -9,7 +9,7 @@ from itertools import islice
 from typing import Any, Final
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from graphstep.capture.attributes import Attributes
@@ -127,7 +127,10 @@ def verify(
 
 
 class Verification:
-    """One verification of one target. See :func:`verify` for the arguments."""
+    """One verification of one target. See :func:`verify` for the arguments.
+
+    ``weights`` are further weights by the paths of the parameters that they belong to, such as copies in fp32.
+    """
 
     def __init__(
         self,
@@ -141,13 +144,14 @@ class Verification:
         is_bisected: bool = True,
         modules: Sequence[Named] = (),
         optimizers: Sequence[Optimizer] = (),
+        weights: Mapping[str, Tensor] | None = None,
     ) -> None:
         _check(batches, num_steps, warmup_calls)
         self._target, self._batches = target, batches
         self._num_steps, self._warmup_calls = num_steps, warmup_calls
         self._tolerances = tolerances
         self._is_poisoned, self._is_bisected = is_poisoned, is_bisected
-        self._further_modules = list(modules)
+        self._further_modules, self._weights = list(modules), weights or {}
         self._optimizers = {id(optimizer): optimizer for optimizer in (*target.optimizers(), *optimizers)}
         self._rows = Rows(tolerances)
         self._notes: list[str] = []
@@ -157,7 +161,7 @@ class Verification:
     def run(self) -> VerifyReport:
         """Verify, and put everything back."""
         target = self._target
-        state = State(self._modules(), self._device(), self._optimizers.values())
+        state = State(self._modules(), target.device, self._optimizers.values(), weights=self._weights)
         had_graphs = target.num_recordings() > 0
         first: Culprit | None = None
         with self._python_kept(state):
@@ -168,12 +172,12 @@ class Verification:
                 if failure is not None and self._is_bisected:
                     first = self._bisection(state, start).find(failure)
             finally:
-                if not had_graphs and target.recapture is not None and not target.sessions()[0].is_closed:
+                if not had_graphs and target.recapture is not None:
                     target.recapture()
                 state.restore(start)
         return VerifyReport(
             target=target.name,
-            engine=target.engine,
+            engine=target.report().engine,
             num_steps=self._num_done,
             num_replays=self._num_replays,
             eager_calls=dict(self._eager_calls),
@@ -199,9 +203,6 @@ class Verification:
             if id(module) not in known:
                 known.update(map(id, module.modules()))
                 self._further_modules.append((type(module).__name__, module))
-
-    def _device(self) -> torch.device:
-        return self._target.sessions()[0].device
 
     @contextlib.contextmanager
     def _python_kept(self, state: State) -> Iterator[None]:

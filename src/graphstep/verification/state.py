@@ -6,6 +6,7 @@ import pickle
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -49,10 +50,17 @@ class State:
         modules: path and module of the outermost ones.
         device: where the step runs.
         optimizers: those that step in it.
+        weights: further weights by the paths of the parameters that they belong to, such as copies in fp32.
     """
 
-    def __init__(self, modules: Iterable[Named], device: torch.device, optimizers: Iterable[Optimizer] = ()) -> None:
-        self._device = device
+    def __init__(
+        self,
+        modules: Iterable[Named],
+        device: torch.device,
+        optimizers: Iterable[Optimizer] = (),
+        weights: Mapping[str, Tensor] = MappingProxyType({}),
+    ) -> None:
+        self._weights = {name: (*_split(name), tensor) for name, tensor in weights.items()}
         self.optimizers = list(optimizers)
         self._modules: list[Named] = []
         self._further: dict[Key, Tensor] = {}
@@ -96,16 +104,22 @@ class State:
             for name, buffer in module._buffers.items():
                 if buffer is not None:
                     yield Key(path, Part.BUFFER, name), buffer
+        for path, name, weight in self._weights.values():
+            owners[id(weight)] = (path, name)
+            yield Key(path, Part.WEIGHT, f"{name} (main)"), weight
         for name, leaf in self._leaves.items():
             if leaf.grad is not None:
                 yield Key("", Part.GRADIENT, name), leaf.grad
+        yield from self._of_optimizers(owners)
+        yield from self._further.items()
+
+    def _of_optimizers(self, owners: Mapping[int, tuple[str, str]]) -> Iterator[tuple[Key, Tensor]]:
         for number, optimizer in enumerate(self.optimizers):
-            for trained, state in optimizer.state.items():
-                path, name = owners.get(id(trained), ("", f"optimizer {number}"))
+            for place, (trained, state) in enumerate(optimizer.state.items()):
+                path, name = owners.get(id(trained), ("", f"optimizer {number}, tensor {place}"))
                 for entry, value in state.items() if isinstance(state, dict) else ():
                     if isinstance(value, Tensor):
                         yield Key(path, Part.OPTIMIZER, f"{name}.{entry}"), value
-        yield from self._further.items()
 
     def copy(self) -> StateCopy:
         """The state of this moment, on the host. Waits for the device."""
@@ -195,6 +209,12 @@ class State:
             for name, value in vars(module).items():
                 if isinstance(value, Tensor):
                     yield torch_private.storage_key(value), (path, name)
+
+
+def _split(name: str) -> tuple[str, str]:
+    """The path of a module and the name of a parameter in it."""
+    path, _, own = name.rpartition(".")
+    return path, own
 
 
 def same_state(left: Any, right: Any) -> bool:

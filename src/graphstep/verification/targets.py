@@ -7,9 +7,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from graphstep.capture.report import CaptureReport
 from graphstep.capture.session import GraphSession
 from graphstep.capture.tree import flatten
 from graphstep.errors import ConfigError, Problem
@@ -32,6 +34,9 @@ class Target:
     """Runs the step by graphs, or what leads to them: warmup and capture come with the first calls."""
     eager: StepFunction
     """Runs the step as it is."""
+    device: torch.device
+    report: Callable[[], CaptureReport]
+    """What has been captured."""
     sessions: Callable[[], Sequence[GraphSession]]
     """Owners of the graphs."""
     modules: Callable[[], Sequence[Named]]
@@ -44,24 +49,18 @@ class Target:
 
     def num_replays(self) -> int:
         """Replays so far."""
-        return sum(row.num_replays for session in self.sessions() for row in session.report().rows)
+        return sum(row.num_replays for row in self.report().rows)
 
     def num_recordings(self) -> int:
         """Recordings that exist."""
-        return sum(session.report().num_recordings for session in self.sessions())
+        return self.report().num_recordings
 
     def eager_calls(self) -> Counter[str]:
         """Calls so far that ran eagerly on the side of the graphs, by reason."""
         found: Counter[str] = Counter()
-        for session in self.sessions():
-            for row in session.report().rows:
-                found.update({str(reason): count for reason, count in row.eager_calls.items()})
+        for row in self.report().rows:
+            found.update({str(reason): count for reason, count in row.eager_calls.items()})
         return found
-
-    @property
-    def engine(self) -> str:
-        """Name of the engine that replays."""
-        return self.sessions()[0].engine.name
 
 
 def target_of(given: Any, step: StepFunction | None) -> Target:
@@ -125,6 +124,8 @@ def _of_manager(manager: CudaGraphManager, step: StepFunction) -> Target:
         name=f"{type(manager.model).__name__}, captured by {type(manager).__name__}",
         graphed=graphed,
         eager=eager,
+        device=manager.session.device,
+        report=manager.report,
         sessions=lambda: [manager.session],
         modules=lambda: [("", manager.model)],
         function=step,
@@ -140,6 +141,8 @@ def _of_step(step: GraphedStep[..., Any]) -> Target:
         name=f"{getattr(step, '__name__', 'step')}, captured by graph_step",
         graphed=lambda batch: step(*arguments(batch)),
         eager=lambda batch: step.eager(*arguments(batch)),
+        device=step.session.device,
+        report=step.report,
         sessions=lambda: [step.session],
         modules=lambda: _single_without_name(step.modules),
         optimizers=lambda: step.optimizers,
@@ -160,6 +163,8 @@ def _of_iteration(wrapper: FullCudaGraphWrapper) -> Target:
         name=f"{type(wrapper.model).__name__}, captured by FullCudaGraphWrapper",
         graphed=graphed,
         eager=lambda batch: wrapper.eager(microbatches(batch)),
+        device=wrapper.session.device,
+        report=wrapper.report,
         sessions=lambda: [wrapper.session],
         modules=lambda: [("", wrapper.model)],
         optimizers=lambda: wrapper.optimizers,
@@ -200,6 +205,8 @@ def _of_callables(given: Any, step: StepFunction | None) -> Target:
         name=f"{_count(len(members), 'callable')} of make_graphed_callables",
         graphed=run,
         eager=eager,
+        device=graphs.session.device,
+        report=graphs.report,
         sessions=lambda: [graphs.session],
         modules=lambda: list(modules.values()),
         function=step,
