@@ -40,7 +40,7 @@ if TYPE_CHECKING:
         graph_step,
         make_graphed_callables,
     )
-    from graphstep.verification import Tolerance, VerifyReport, verify
+    from graphstep.verification import Tolerance, VerifyReport, shadow, verify
 
 __all__ = [
     "CaptureError",
@@ -74,6 +74,7 @@ __all__ = [
     "engine_for",
     "graph_step",
     "make_graphed_callables",
+    "shadow",
     "verify",
 ]
 
@@ -108,6 +109,7 @@ _HOMES: Mapping[str, str] = {
     "make_graphed_callables": "graphstep.strategies",
     "Tolerance": "graphstep.verification",
     "VerifyReport": "graphstep.verification",
+    "shadow": "graphstep.verification",
     "verify": "graphstep.verification",
 }
 

@@ -82,6 +82,7 @@ def verify_steps(
         sessions=lambda: trainer.strategies()[1],
         modules=lambda: [("", trainer.model)],
         optimizers=lambda: [optimizer],
+        weights=lambda: main_weights,
         recapture=trainer.build_graphs,
     )
     number = max(2, min(num_steps, _MOST_BATCHES))
@@ -91,5 +92,4 @@ def verify_steps(
         num_steps=num_steps,
         warmup_calls=8,
         tolerances=Tolerances(tolerance, {}),
-        weights=main_weights,
     ).run()

@@ -76,7 +76,7 @@ class Bisection:
                 return cause if cause is not None and cause.module == found.module else found
             if found is not None:
                 return found
-        return self._of_rows(failure.rows)
+        return first_of_rows(failure.rows, self.state)
 
     # ----- taps
 
@@ -109,7 +109,7 @@ class Bisection:
     def _with_other_gradient(self, failure: Failure, modules: Sequence[Named]) -> Named | None:
         """The one that has the parameter whose gradient is the first to differ."""
         parts = (Part.GRADIENT, Part.OPTIMIZER, Part.WEIGHT)
-        row = next((row for part in parts if (row := self._first_row(failure.rows, part)) is not None), None)
+        row = next((row for part in parts if (row := _first_row(failure.rows, part, self.state)) is not None), None)
         if row is None:
             return None
         owner = dict(self.state.modules).get(row.module)
@@ -167,21 +167,23 @@ class Bisection:
             return None
         return Culprit(module, Part.RANDOM, row.difference, "it does not draw the same in each eager call")
 
-    def _of_rows(self, rows: Sequence[Row]) -> Culprit | None:
-        """What is left where no result and no gradient on the way tells more."""
-        for part in (Part.FORWARD, Part.BUFFER, Part.OTHER, Part.GRADIENT, Part.OPTIMIZER, Part.WEIGHT, Part.RANDOM):
-            row = self._first_row(rows, part)
-            if row is not None and row.difference is not None:
-                how = "after the step" if part is not Part.GRADIENT else "nothing else differs on the way to it"
-                return Culprit(row.module, part, row.difference, how)
-        return None
 
-    def _first_row(self, rows: Sequence[Row], part: Part) -> Row | None:
-        """Of one part, that of the module which comes first: in a backward, the last one of the model."""
-        places = {path: place for place, (path, _) in enumerate(self.state.modules)}
-        found = [row for row in rows if row.part is part]
-        is_backward = part in (Part.GRADIENT, Part.OPTIMIZER, Part.WEIGHT)
-        return (max if is_backward else min)(found, key=lambda row: places.get(row.module, -1), default=None)
+def first_of_rows(rows: Sequence[Row], state: State) -> Culprit | None:
+    """What rows that differ tell by themselves, where no result and no gradient on the way tells more."""
+    for part in (Part.FORWARD, Part.BUFFER, Part.OTHER, Part.GRADIENT, Part.OPTIMIZER, Part.WEIGHT, Part.RANDOM):
+        row = _first_row(rows, part, state)
+        if row is not None and row.difference is not None:
+            how = "after the step" if part is not Part.GRADIENT else "nothing else differs on the way to it"
+            return Culprit(row.module, part, row.difference, how)
+    return None
+
+
+def _first_row(rows: Sequence[Row], part: Part, state: State) -> Row | None:
+    """Of one part, that of the module which comes first: in a backward, the last one of the model."""
+    places = {path: place for place, (path, _) in enumerate(state.modules)}
+    found = [row for row in rows if row.part is part]
+    is_backward = part in (Part.GRADIENT, Part.OPTIMIZER, Part.WEIGHT)
+    return (max if is_backward else min)(found, key=lambda row: places.get(row.module, -1), default=None)
 
 
 def _own_name(path: str, module: nn.Module) -> str:

@@ -88,7 +88,7 @@ class Difference:
         if not self.num_elements:
             return f"{self.tensor}: eager has {self.eager}, the replay {self.replayed}"
         return (
-            f"{self.tensor}{list(self.index)}: eager has {self.eager}, the replay {self.replayed}, "
+            f"{self.tensor}{list(self.index) if self.index else ''}: eager has {self.eager}, the replay {self.replayed}, "
             f"{self.num_different} of {self.num_elements} entries differ"
         )
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from graphstep.capture.tree import flatten, tensor_paths, values_of
 from graphstep.verification.compare import Difference, Tolerances, difference
 from graphstep.verification.report import Part, Row
-from graphstep.verification.state import StateCopy, same_state
+from graphstep.verification.state import Key, StateCopy, same_state
 
 Results = tuple[Mapping[str, Tensor], tuple[Any, ...]]
 
@@ -51,29 +51,36 @@ class Rows:
         self, step: int, eager: Results, replayed: Results, after_eager: StateCopy, after_replay: StateCopy
     ) -> None:
         """Compare one step: results, tensors of the state, generators."""
+        self.add_tensors(
+            step,
+            {Key("", Part.FORWARD, name): tensor for name, tensor in eager[0].items()},
+            {Key("", Part.FORWARD, name): tensor for name, tensor in replayed[0].items()},
+        )
+        if eager[1] != replayed[1]:
+            found = _of_values("result", str(eager[1]), str(replayed[1]))
+            self._note(("", Part.FORWARD), 0, found, step)
+        self.add_tensors(step, after_eager.tensors, after_replay.tensors)
+        self.add_generators(step, after_eager.generators, after_replay.generators)
+
+    def add_tensors(self, step: int, eager: Mapping[Key, Tensor], replayed: Mapping[Key, Tensor]) -> None:
+        """Compare tensors by name; one row for each module and part."""
         counts: dict[tuple[str, Part], int] = {}
         worst: dict[tuple[str, Part], Difference] = {}
-
-        def note(module: str, part: Part, found: Difference | None) -> None:
-            key = module, part
-            counts[key] = counts.get(key, 0) + 1
-            if found is not None and (key not in worst or _rank(found) > _rank(worst[key])):
-                worst[key] = found
-
-        for name in dict.fromkeys((*eager[0], *replayed[0])):
-            found = difference(name, eager[0].get(name), replayed[0].get(name), self._tolerances.of(""))
-            note("", Part.FORWARD, found)
-        if eager[1] != replayed[1]:
-            note("", Part.FORWARD, _of_values("result", str(eager[1]), str(replayed[1])))
-        for key in dict.fromkeys((*after_eager.tensors, *after_replay.tensors)):
-            pair = after_eager.tensors.get(key), after_replay.tensors.get(key)
-            note(key.module, key.part, difference(key.name, *pair, self._tolerances.of(key.module)))
-        for name, state in after_eager.generators.items():
-            other = after_replay.generators[name]
-            is_same = same_state(state, other)
-            note("", Part.RANDOM, None if is_same else _of_values(name, _digest(state), _digest(other)))
+        for key in dict.fromkeys((*eager, *replayed)):
+            place = key.module, key.part
+            counts[place] = counts.get(place, 0) + 1
+            found = difference(key.name, eager.get(key), replayed.get(key), self._tolerances.of(key.module))
+            if found is not None and (place not in worst or _rank(found) > _rank(worst[place])):
+                worst[place] = found
         for place, number in counts.items():
             self._note(place, number, worst.get(place), step)
+
+    def add_generators(self, step: int, eager: Mapping[str, Any], replayed: Mapping[str, Any]) -> None:
+        """Compare the states of generators of random numbers."""
+        for name, state in eager.items():
+            other = replayed[name]
+            found = None if same_state(state, other) else _of_values(name, _digest(state), _digest(other))
+            self._note(("", Part.RANDOM), len(eager), found, step)
 
     def _note(self, key: tuple[str, Part], number: int, found: Difference | None, step: int) -> None:
         row = self._rows.get(key, Row(key[0], key[1], number))

@@ -9,7 +9,7 @@ from itertools import islice
 from typing import Any, Final
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from graphstep.capture.attributes import Attributes
@@ -26,7 +26,7 @@ from graphstep.verification.bisect import Bisection, Failure
 from graphstep.verification.compare import Tolerance, Tolerances, same_bits
 from graphstep.verification.differences import Rows, result_tensors
 from graphstep.verification.report import Culprit, Part, VerifyReport
-from graphstep.verification.state import State, StateCopy
+from graphstep.verification.state import State, StateCopy, put_back_python
 from graphstep.verification.targets import Named, StepFunction, Target, has_own_graphs, target_of
 
 _NUDGE: Final = 1 + 2**-6
@@ -127,10 +127,7 @@ def verify(
 
 
 class Verification:
-    """One verification of one target. See :func:`verify` for the arguments.
-
-    ``weights`` are further weights by the paths of the parameters that they belong to, such as copies in fp32.
-    """
+    """One verification of one target. See :func:`verify` for the arguments."""
 
     def __init__(
         self,
@@ -144,14 +141,13 @@ class Verification:
         is_bisected: bool = True,
         modules: Sequence[Named] = (),
         optimizers: Sequence[Optimizer] = (),
-        weights: Mapping[str, Tensor] | None = None,
     ) -> None:
         _check(batches, num_steps, warmup_calls)
         self._target, self._batches = target, batches
         self._num_steps, self._warmup_calls = num_steps, warmup_calls
         self._tolerances = tolerances
         self._is_poisoned, self._is_bisected = is_poisoned, is_bisected
-        self._further_modules, self._weights = list(modules), weights or {}
+        self._further_modules = list(modules)
         self._optimizers = {id(optimizer): optimizer for optimizer in (*target.optimizers(), *optimizers)}
         self._rows = Rows(tolerances)
         self._notes: list[str] = []
@@ -161,7 +157,7 @@ class Verification:
     def run(self) -> VerifyReport:
         """Verify, and put everything back."""
         target = self._target
-        state = State(self._modules(), target.device, self._optimizers.values(), weights=self._weights)
+        state = State(self._modules(), target.device, self._optimizers.values(), weights=target.weights())
         had_graphs = target.num_recordings() > 0
         first: Culprit | None = None
         with self._python_kept(state):
@@ -226,13 +222,11 @@ class Verification:
             with parts.watching(keep):
                 state.set_modules(self._modules())
                 state.learn(lambda: self._target.eager(self._batches[0]), self._modules)
-            for each in kept:
-                each.put_back()
+            put_back_python(kept, flags)
             state.optimizers = list(self._optimizers.values())
             yield
         finally:
-            for each in kept:
-                each.put_back()
+            put_back_python(kept, flags)
 
     # ----- steps
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pickle
 import random
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -31,6 +31,13 @@ class Key(NamedTuple):
     module: str
     part: Part
     name: str
+
+
+class HasPutBack(Protocol):
+    """Keeps what Python has changed since."""
+
+    def put_back(self) -> None:
+        """Give everything the value that it had."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,9 +128,11 @@ class State:
                     if isinstance(value, Tensor):
                         yield Key(path, Part.OPTIMIZER, f"{name}.{entry}"), value
 
-    def copy(self) -> StateCopy:
-        """The state of this moment, on the host. Waits for the device."""
-        tensors = {key: tensor.detach().to("cpu", copy=True) for key, tensor in self.tensors()}
+    def copy(self, parts: Collection[Part] = tuple(Part)) -> StateCopy:
+        """The state of this moment, on the host, or some parts of it. Waits for the device."""
+        tensors = {key: t.detach().to("cpu", copy=True) for key, t in self.tensors() if key.part in parts}
+        if Part.GRADIENT not in parts:
+            return StateCopy(tensors, (), self.generators())
         leaves = [*(parameter for _, _, parameter in self.parameters()), *self._leaves.values()]
         return StateCopy(tensors, [(leaf, leaf.grad) for leaf in leaves], self.generators())
 
@@ -209,6 +218,17 @@ class State:
             for name, value in vars(module).items():
                 if isinstance(value, Tensor):
                     yield torch_private.storage_key(value), (path, name)
+
+
+def put_back_python(kept: Iterable[HasPutBack], modules: Sequence[nn.Module]) -> None:
+    """Put back what is no tensor, but for what stands in place of the forward of modules: that is their strategy's."""
+    installed = [(module, module.__dict__.get("forward")) for module in modules]
+    for each in kept:
+        each.put_back()
+    for module, forward in installed:
+        module.__dict__.pop("forward", None)
+        if forward is not None:
+            module.__dict__["forward"] = forward
 
 
 def _split(name: str) -> tuple[str, str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,6 +42,8 @@ class Target:
     modules: Callable[[], Sequence[Named]]
     """The outermost modules, as far as they are known."""
     optimizers: Callable[[], Sequence[Optimizer]] = tuple
+    weights: Callable[[], Mapping[str, Tensor]] = dict
+    """Further weights by the paths of the parameters that they belong to, such as copies in fp32."""
     function: Callable[..., Any] | None = None
     """Its code tells which modules, optimizers and schedulers it uses."""
     recapture: Callable[[], None] | None = None
@@ -179,10 +181,7 @@ def _of_callables(given: Any, step: StepFunction | None) -> Target:
     owners: dict[int, CallableGraphs] = {}
     modules: dict[int, Named] = {}
     for member in members:
-        graphed = member.__dict__.get("forward") if isinstance(member, nn.Module) and has_graphs(member) else member
-        graphs = getattr(graphed, "graphs", None)
-        if not isinstance(graphs, CallableGraphs):
-            raise ConfigError(_unknown(member))
+        graphs = graphs_of(member)
         owners[id(graphs)] = graphs
         for path, module in graphs.roots():
             modules.setdefault(id(module), (path, module))
@@ -213,14 +212,22 @@ def _of_callables(given: Any, step: StepFunction | None) -> Target:
     )
 
 
+def graphs_of(member: Any) -> CallableGraphs:
+    """The graphs of a callable or module that ``make_graphed_callables`` has captured.
+
+    Raises:
+        ConfigError: it has none.
+    """
+    graphed = member.__dict__.get("forward") if isinstance(member, nn.Module) and has_graphs(member) else member
+    graphs = getattr(graphed, "graphs", None)
+    if not isinstance(graphs, CallableGraphs):
+        raise ConfigError(_unknown(member))
+    return graphs
+
+
 def has_own_graphs(module: nn.Module) -> bool:
     """True for a module or parent of one that something has captured already."""
     return any(map(has_graphs, module.modules()))
-
-
-def captured_modules(modules: Iterable[Named]) -> list[Named]:
-    """The modules whose own forward has been replaced by replays."""
-    return [(p, m) for prefix, root in modules for p, m in root.named_modules(prefix=prefix) if has_graphs(m)]
 
 
 def _single_without_name(modules: Sequence[Named]) -> Sequence[Named]:
