@@ -88,7 +88,8 @@ def _free_blocks(engine: CudaEngine) -> Iterator[tuple[int, int]]:
 def _unheld_of_tapes(engine: TapeEngine) -> list[Tensor]:
     """What tapes have allocated and hold alone."""
     tapes = engine.tapes()
-    alone = torch_private.HolderCount([torch.empty(1)]).now()[0]
+    probe = torch.empty(1)
+    alone = torch_private.HolderCount([probe]).now()[0]
     if not alone:
         return []  # This torch does not tell who holds what.
     made = {key: alias for tape in tapes for key, alias in tape.created.items()}

@@ -37,7 +37,7 @@ from graphstep.training.interrupt import InterruptRequest
 from graphstep.training.ledger import Steadiness, StepLedger
 from graphstep.training.logging import make_logs
 from graphstep.training.optimizer import MainWeightAdamW
-from graphstep.training.proof import verify_steps
+from graphstep.training.proof import RunProof
 from graphstep.training.router_counters import RouterCounters
 from graphstep.training.schedules import learning_rate
 from graphstep.training.setup import architecture, build_model, pointer_notice, preflight_with_data, with_vocabulary
@@ -45,7 +45,7 @@ from graphstep.training.step import forward_backward_no_pipelining
 from graphstep.training.tensors import model_tensors
 from graphstep.training.timing import peak_memory_bytes, restart_peak_memory
 from graphstep.training.update import Joined, Update, WholeStep
-from graphstep.verification import Tolerance, VerifyReport
+from graphstep.verification import VerifyReport
 
 
 class StrategyFactory(Protocol):
@@ -154,10 +154,11 @@ class Trainer:
             self.model.compile()
         if self._is_whole:
             function = WholeStep(function, self.gradients, self._update, self._health)
-        self._function, self._strategy_factory = function, strategy_factory
+        self.function, self._strategy_factory = function, strategy_factory
         self.strategy, self._optimizer_graph = self._new_graphs()
         self.verification: VerifyReport | None = None
         """What ``cuda_graph_verify`` has found, once it has run."""
+        self._proof = RunProof(self, lambda n, found: self._log.write("shadow", {"iteration": n, **_as_values(found)}))
         self._on_step = on_step
         self._log = make_logs(training, console)
         self._ledger = StepLedger(self.device)
@@ -178,6 +179,7 @@ class Trainer:
     def close(self) -> None:
         """Free the recordings, then take the gradients off the model, then close the logs. May be called twice."""
         try:
+            self._proof.close()
             self._close_graphs()
         finally:
             self.gradients.close()
@@ -194,7 +196,7 @@ class Trainer:
         strategy = self._strategy_factory(
             graphs,
             model=self.model,
-            forward_backward_func=self._function,
+            forward_backward_func=self.function,
             device=self.device,
             optimizers=(self.optimizer.adamw,) if self._is_whole else (),
         )
@@ -212,10 +214,10 @@ class Trainer:
         self._close_graphs()
         self.strategy, self._optimizer_graph = self._new_graphs()
 
-    def strategies(self) -> tuple[Strategy, Sequence[GraphSession]]:
-        """The strategy, and the owners of all graphs."""
+    def sessions(self) -> list[GraphSession]:
+        """The owners of all graphs."""
         owners = (getattr(self.strategy, "session", None), getattr(self._optimizer_graph, "session", None))
-        return self.strategy, [owner for owner in owners if owner is not None]
+        return [owner for owner in owners if owner is not None]
 
     def verify(self) -> VerifyReport | None:
         """Run the steps that ``cuda_graph_verify`` asks for by graphs and eagerly, once, before training.
@@ -226,22 +228,14 @@ class Trainer:
         Returns:
             What was found; ``None`` if nothing is asked for.
         """
-        training = self.config.training
-        if self.verification is None and training.cuda_graph_verify > 0 and self.config.graphs != CudaGraphConfig():
-            with deterministic_algorithms(training.deterministic_mode), preserved_random_state(self.device):
+        if self.verification is None and self._proof.is_wanted:
+            with (
+                deterministic_algorithms(self.config.training.deterministic_mode),
+                preserved_random_state(self.device),
+            ):
                 restore_random_state(self._random, self.device)
-                self.verification = verify_steps(
-                    self,
-                    self._function,
-                    self._batches(self.datasets.train, shuffle=True),
-                    device=self.device,
-                    num_steps=training.cuda_graph_verify,
-                    num_microbatches=training.num_microbatches,
-                    optimizer=self.optimizer.adamw,
-                    main_weights=self.optimizer.main_weights(),
-                    tolerance=Tolerance(training.cuda_graph_verify_rtol, training.cuda_graph_verify_atol),
-                )
-            self._log.write("verification", self.verification.to_json() | {"text": self.verification.summary()})
+                self.verification = self._proof.verify(self._batches(self.datasets.train, shuffle=True))
+            self._log.write("verification", _as_values(self.verification))
         return self.verification
 
     def train_on(self, microbatches: Sequence[Any], strategy: Strategy, *, by_graphs: bool) -> tuple[Tensor, Tensor]:
@@ -434,8 +428,8 @@ class Trainer:
             self._on_step(self, losses)
 
     def _forward_backward(self) -> Tensor:
-        return self.strategy.forward_backward(
-            data_iterator=self.batches, num_microbatches=self.config.training.num_microbatches
+        return self._proof.forward_backward(
+            self.batches, self.config.training.num_microbatches, iteration=self.iteration + 1
         )
 
     def _apply_update(self, losses: Tensor, graph: OptimizerGraph | None, *, check: bool = False) -> None:
@@ -497,3 +491,8 @@ class Trainer:
     def _end_values(self, result: TrainResult) -> dict[str, Any]:
         values = {field.name: getattr(result, field.name) for field in dataclasses.fields(result)}
         return {**values, "device": str(result.device), "report": result.report.to_json()}
+
+
+def _as_values(report: VerifyReport) -> dict[str, Any]:
+    """What a log takes of it."""
+    return {**report.to_json(), "text": report.summary()}

@@ -87,8 +87,9 @@ class Difference:
     def __str__(self) -> str:
         if not self.num_elements:
             return f"{self.tensor}: eager has {self.eager}, the replay {self.replayed}"
+        place = list(self.index) if self.index else ""
         return (
-            f"{self.tensor}{list(self.index) if self.index else ''}: eager has {self.eager}, the replay {self.replayed}, "
+            f"{self.tensor}{place}: eager has {self.eager}, the replay {self.replayed}, "
             f"{self.num_different} of {self.num_elements} entries differ"
         )
 

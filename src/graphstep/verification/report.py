@@ -151,13 +151,13 @@ class VerifyReport:
 
     def summary(self) -> str:
         """The outcome in one sentence."""
-        steps = f"{self.num_steps} step{'' if self.num_steps == 1 else 's'}"
+        steps = _count(self.num_steps, "step")
         if not self.num_replays:
             return f"nothing was replayed in {steps}, so that nothing is proved"
         compared = f"{sum(row.num_tensors for row in self.rows)} tensors and states"
         if self.equal:
             how = "bit for bit" if not self.within else f"within the tolerance ({self.tolerance})"
-            return f"equal {how}: {compared} after each of {steps}, {self.num_replays} replays"
+            return f"equal {how}: {compared} in {steps}, {_count(self.num_replays, 'replay')}"
         where = f"; first: {self.first}" if self.first is not None else ""
         return f"DIFFERENT: {len(self.differences)} of {len(self.rows)} rows within {steps}{where}"
 
@@ -214,4 +214,8 @@ def _modules(rows: Iterable[Row]) -> str:
     number = len({row.module for row in rows if row.module})
     if not number:
         return "(step)"
-    return f"{number} module{'' if number == 1 else 's'}"
+    return _count(number, "module")
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"

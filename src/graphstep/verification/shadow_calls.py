@@ -114,6 +114,10 @@ class CallShadow:
         """Compare the next call."""
         self._is_armed = True
 
+    def disarm(self) -> None:
+        """Do not, unless it has come."""
+        self._is_armed = False
+
     def close(self) -> None:
         """Compare what waits for it, and take the hooks off. May be called twice."""
         self.settle()
@@ -317,7 +321,9 @@ def _first(rows: Sequence[Row], model: str) -> Culprit | None:
         if found:
             row = found[-1] if part is Part.GRADIENT else found[0]
             if row.difference is not None:
-                return Culprit(row.module or model, part, row.difference, "of one call; captured modules are not looked into")
+                return Culprit(
+                    row.module or model, part, row.difference, "of one call; captured modules are not looked into"
+                )
     return None
 
 
