@@ -9,6 +9,7 @@ from typing import Any, Final
 from torch import Tensor, nn
 
 from graphstep.verification.compare import Difference, Tolerances, difference
+from graphstep.verification.differences import fresh
 from graphstep.verification.draws import draws_of, first_other_draw
 from graphstep.verification.report import Culprit, Part, Row
 from graphstep.verification.state import State, StateCopy
@@ -119,7 +120,7 @@ class Bisection:
         taps, target, state = Taps(level), self.target, self.state
         with taps.installed():
             state.restore(failure.before)
-            target.eager(failure.batch)
+            target.eager(fresh(failure.batch))
             taps.allocate(target.device)
             if target.recapture is not None:
                 state.restore(self.start)
@@ -128,12 +129,12 @@ class Bisection:
             for _ in range(_NUM_TRIES):
                 taps.restart()
                 state.restore(failure.before)
-                target.eager(failure.batch)
+                target.eager(fresh(failure.batch))
                 events, eager = list(taps.events), taps.seen()
                 taps.restart()
                 state.restore(failure.before)
                 self.prepare()
-                target.graphed(failure.batch)
+                target.graphed(fresh(failure.batch))
                 found = self._compare(events, eager, taps.seen())
                 if found is not None:
                     return found
@@ -160,7 +161,7 @@ class Bisection:
         traces = []
         for _ in range(_NUM_TRIES):
             self.state.restore(failure.before)
-            traces.append(draws_of(lambda: self.target.eager(failure.batch), self.state.modules))
+            traces.append(draws_of(lambda: self.target.eager(fresh(failure.batch)), self.state.modules))
         module = first_other_draw(traces)
         row = next((row for row in failure.rows if row.part is Part.RANDOM), failure.rows[0])
         if module is None or row.difference is None:

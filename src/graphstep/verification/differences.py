@@ -4,28 +4,54 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from graphstep.capture.tree import flatten, tensor_paths, values_of
+from graphstep.capture.tree import flatten, tensor_paths, unflatten, values_of
 from graphstep.verification.compare import Difference, Tolerances, difference
 from graphstep.verification.report import Part, Row
 from graphstep.verification.state import Key, StateCopy, same_state
 
-Results = tuple[Mapping[str, Tensor], tuple[Any, ...]]
+
+class Results(NamedTuple):
+    """What a step has returned, copied to the host."""
+
+    tensors: Mapping[Key, Tensor]
+    """By name; gradients of the batch as well."""
+    values: tuple[Any, ...]
+    """What else is in the result."""
+
+
+def run_step(step: Callable[[Any], Any], batch: Any) -> Results:
+    """Run a step, on a copy of the batch where that wants a gradient."""
+    given = fresh(batch)
+    found = result_tensors(step(given))
+    tensors, structure = flatten(given)
+    names = tensor_paths(structure, "batch")
+    gradients = {f"{n}.grad": t.grad for n, t in zip(names, tensors, strict=True) if t.is_leaf and t.grad is not None}
+    own = {Key("", Part.GRADIENT, name): g.detach().to("cpu", copy=True) for name, g in gradients.items()}
+    return Results({**found.tensors, **own}, found.values)
+
+
+def fresh(batch: Any) -> Any:
+    """The batch, or a copy where it wants a gradient: gradients of its own do not add up."""
+    tensors, structure = flatten(batch)
+    if not any(tensor.requires_grad for tensor in tensors):
+        return batch
+    return unflatten(structure, [t.detach().clone().requires_grad_() if t.requires_grad else t for t in tensors])
 
 
 def result_tensors(result: Any) -> Results:
     """Copies of the tensors of a result on the host, by name, and its other values."""
     tensors, structure = flatten(result)
     names = tensor_paths(structure, "result")
-    return {n: t.detach().to("cpu", copy=True) for n, t in zip(names, tensors, strict=True)}, tuple(
-        values_of(structure)
-    )
+    pairs = zip(names, tensors, strict=True)
+    found = {Key("", Part.FORWARD, name): tensor.detach().to("cpu", copy=True) for name, tensor in pairs}
+    return Results(found, tuple(values_of(structure)))
 
 
 class Rows:
@@ -51,13 +77,9 @@ class Rows:
         self, step: int, eager: Results, replayed: Results, after_eager: StateCopy, after_replay: StateCopy
     ) -> None:
         """Compare one step: results, tensors of the state, generators."""
-        self.add_tensors(
-            step,
-            {Key("", Part.FORWARD, name): tensor for name, tensor in eager[0].items()},
-            {Key("", Part.FORWARD, name): tensor for name, tensor in replayed[0].items()},
-        )
-        if eager[1] != replayed[1]:
-            found = _of_values("result", str(eager[1]), str(replayed[1]))
+        self.add_tensors(step, eager.tensors, replayed.tensors)
+        if eager.values != replayed.values:
+            found = _of_values("result", str(eager.values), str(replayed.values))
             self._note(("", Part.FORWARD), 0, found, step)
         self.add_tensors(step, after_eager.tensors, after_replay.tensors)
         self.add_generators(step, after_eager.generators, after_replay.generators)

@@ -24,7 +24,7 @@ from graphstep.strategies.step_reads import StepReads
 from graphstep.strategies.step_state import StepState
 from graphstep.verification.bisect import Bisection, Failure
 from graphstep.verification.compare import Tolerance, Tolerances, same_bits
-from graphstep.verification.differences import Rows, result_tensors
+from graphstep.verification.differences import Rows, fresh, run_step
 from graphstep.verification.report import Culprit, Part, VerifyReport
 from graphstep.verification.state import State, StateCopy, put_back_python
 from graphstep.verification.targets import Named, StepFunction, Target, has_own_graphs, target_of
@@ -221,7 +221,7 @@ class Verification:
             parts = StepParts([module for _, module in named] or [nn.Identity()])
             with parts.watching(keep):
                 state.set_modules(self._modules())
-                state.learn(lambda: self._target.eager(self._batches[0]), self._modules)
+                state.learn(lambda: self._target.eager(fresh(self._batches[0])), self._modules)
             put_back_python(kept, flags)
             state.optimizers = list(self._optimizers.values())
             yield
@@ -237,7 +237,7 @@ class Verification:
             is_ready = True
             for batch in self._batches:
                 before = target.num_recordings(), target.num_replays()
-                target.graphed(batch)
+                target.graphed(fresh(batch))
                 is_ready &= target.num_recordings() == before[0] > 0 and target.num_replays() > before[1]
             if is_ready:
                 return
@@ -251,12 +251,12 @@ class Verification:
             before = state.copy()
             replays, eager_calls = target.num_replays(), target.eager_calls()
             self._poison()
-            replayed = result_tensors(target.graphed(batch))
+            replayed = run_step(target.graphed, batch)
             self._num_replays += target.num_replays() - replays
             self._eager_calls += target.eager_calls() - eager_calls
             after_replay = state.copy()
             state.restore(before)
-            eager = result_tensors(target.eager(batch))
+            eager = run_step(target.eager, batch)
             after_eager = state.copy()
             self._num_done = number
             self._rows.add(number, eager, replayed, after_eager, after_replay)

@@ -10,7 +10,7 @@ from graphstep.strategies.iteration_refusals import with_children
 from graphstep.strategies.step_state import StepState
 from graphstep.verification.bisect import first_of_rows
 from graphstep.verification.compare import Tolerances
-from graphstep.verification.differences import Rows, result_tensors
+from graphstep.verification.differences import Rows, fresh, result_tensors, run_step
 from graphstep.verification.report import VerifyReport
 from graphstep.verification.state import State, put_back_python
 from graphstep.verification.targets import Target
@@ -61,7 +61,7 @@ class StepShadow:
         python = self._python(state)
         try:
             state.restore(before)
-            eager, after_eager = result_tensors(target.eager(batch)), state.copy()
+            eager, after_eager = run_step(target.eager, batch), state.copy()
         finally:
             put_back_python([python], [module for _, module in state.modules])
             state.restore(after)
@@ -86,7 +86,7 @@ class StepShadow:
         state = State(target.modules(), target.device, target.optimizers(), weights=target.weights())
         python = self._python(state)
         try:
-            state.learn(lambda: target.eager(batch), target.modules)
+            state.learn(lambda: target.eager(fresh(batch)), target.modules)
         finally:
             put_back_python([python], [module for _, module in state.modules])
         return state
