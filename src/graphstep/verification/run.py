@@ -22,9 +22,10 @@ from graphstep.strategies.manager import attach
 from graphstep.strategies.step_parts import StepParts
 from graphstep.strategies.step_reads import StepReads
 from graphstep.strategies.step_state import StepState
-from graphstep.verification.bisect import Bisection, Failure
+from graphstep.verification.bisect import Bisection, Failure, first_of_rows
 from graphstep.verification.compare import Tolerance, Tolerances, same_bits
 from graphstep.verification.differences import Rows, fresh, run_step
+from graphstep.verification.ranks import num_ranks, on_any_rank
 from graphstep.verification.report import Culprit, Part, VerifyReport
 from graphstep.verification.state import State, StateCopy, put_back_python
 from graphstep.verification.targets import Named, StepFunction, Target, has_own_graphs, target_of
@@ -166,7 +167,7 @@ class Verification:
                 self._warm_up()
                 failure = self._run_steps(state)
                 if failure is not None and self._is_bisected:
-                    first = self._bisection(state, start).find(failure)
+                    first = self._first(failure, state, start)
             finally:
                 if not had_graphs and target.recapture is not None:
                     target.recapture()
@@ -239,7 +240,7 @@ class Verification:
                 before = target.num_recordings(), target.num_replays()
                 target.graphed(fresh(batch))
                 is_ready &= target.num_recordings() == before[0] > 0 and target.num_replays() > before[1]
-            if is_ready:
+            if not on_any_rank(not is_ready, target.device):
                 return
         self._notes.append(f"after {self._warmup_calls} rounds of calls the target still captures, or does not replay")
 
@@ -260,7 +261,7 @@ class Verification:
             after_eager = state.copy()
             self._num_done = number
             self._rows.add(number, eager, replayed, after_eager, after_replay)
-            if self._rows.different():
+            if on_any_rank(bool(self._rows.different()), target.device):
                 return Failure(batch, before, self._rows.different())
             self._move_weights(state, before, after_eager)
         return None
@@ -272,6 +273,8 @@ class Verification:
             poison(session.static_tensors())
             poison_free_memory(session.engine)
             leave_dirty_memory(session.engine)
+            # Inputs from the host are copied beside other work: not before this is done.
+            session.engine.synchronize()
 
     def _move_weights(self, state: State, before: StateCopy, after: StateCopy) -> None:
         """Where the step leaves all weights as they are, change them: what was derived from them must follow."""
@@ -283,7 +286,11 @@ class Verification:
                 if parameter.dtype in _FLOATS:
                     parameter.mul_(_NUDGE)
 
-    def _bisection(self, state: State, start: StateCopy) -> Bisection:
+    def _first(self, failure: Failure, state: State, start: StateCopy) -> Culprit | None:
+        """The first module that differs; of a job of several ranks, what the rows tell."""
+        if num_ranks() > 1:
+            self._notes.append("modules are not looked into: other ranks may look for another one")
+            return first_of_rows(failure.rows, state)
         return Bisection(
             target=self._target,
             state=state,
@@ -292,7 +299,7 @@ class Verification:
             warm_up=self._warm_up,
             prepare=self._poison,
             tolerances=self._tolerances,
-        )
+        ).find(failure)
 
 
 def _check(batches: Sequence[Any], num_steps: int, warmup_calls: int) -> None:
