@@ -36,8 +36,9 @@ def insist_on_the_same(before: dict[str, Any], after: dict[str, Any]) -> None:
             assert torch.equal(after[name], value), name
 
 
-@pytest.mark.parametrize("has_gradients", [False, True])
-@pytest.mark.parametrize("fault", [faulty.Plain, faulty.WrongWeightGradient])
+@pytest.mark.parametrize(
+    ("fault", "has_gradients"), [(faulty.Plain, False), (faulty.Plain, True), (faulty.WrongWeightGradient, True)]
+)
 @pytest.mark.parametrize("way", WAYS)
 def test_all_state_is_put_back(way: str, fault: type[nn.Module], has_gradients: bool, device: torch.device) -> None:
     torch.manual_seed(0)

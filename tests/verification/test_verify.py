@@ -11,7 +11,7 @@ import pytest
 import torch
 from tests.strategies.models import Decoder
 from tests.verification import faulty
-from tests.verification.ways import WAYS
+from tests.verification.ways import WAYS, local
 from torch import Tensor, nn
 
 import graphstep
@@ -105,6 +105,26 @@ def test_the_gradient_of_a_batch_is_compared(device: torch.device) -> None:
     report = graphstep.verify(model, batches, regions=faulty.REGIONS)
     assert report.first is not None
     assert (report.first.module, report.first.part) == ("first", Part.GRADIENT)
+
+
+class Segmented(nn.Module):
+    """Layers that list their segments, for a strategy that looks for those."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Decoder(dropout=0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = x[:, :5].abs().mul(4).long().clamp(max=12)
+        return self.inner(tokens[:, :-1], tokens[:, 1:])
+
+
+def test_local_graphs_are_steps_of_microbatches(device: torch.device) -> None:
+    torch.manual_seed(0)
+    with local(Segmented().to(device), device) as (strategy, batches, _):
+        report = graphstep.verify(strategy, batches)
+    assert report.equal, str(report)
+    assert report.num_replays == 3 * 2 * 2
 
 
 def test_whole_steps_take_no_other_step(device: torch.device) -> None:

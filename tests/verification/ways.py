@@ -12,6 +12,7 @@ from tests.verification.faulty import REGIONS, WIDTH, Model, batches
 from torch import Tensor, nn
 
 import graphstep
+from graphstep.config import CudaGraphConfig
 
 Verified = tuple[Any, list[Any], Callable[[Any], Any] | None]
 """Target, batches and step, as ``verify`` takes them."""
@@ -57,6 +58,16 @@ def iteration(model: Model, device: torch.device) -> Iterator[Verified]:
     each = batches(device, 6)
     yield wrapper, [each[:2], each[2:4], each[4:]], None
     wrapper.close()
+
+
+@contextmanager
+def local(model: Model, device: torch.device) -> Iterator[Verified]:
+    session = graphstep.GraphSession(device)
+    config = CudaGraphConfig(impl="local", warmup_steps=1)
+    strategy = graphstep.LocalGraphs(forward_backward, model=model, session=session, config=config)
+    each = batches(device, 6)
+    yield strategy, [each[:2], each[2:4], each[4:]], None
+    strategy.close()
 
 
 @contextmanager

@@ -42,6 +42,11 @@ class LocalGraphs:
         self.manager = CudaGraphManager(model, config, session=session, is_automatic=False)
 
     @property
+    def function(self) -> ForwardBackward:
+        """What runs the step."""
+        return self._function
+
+    @property
     def session(self) -> GraphSession:
         """Owner of the graphs."""
         return self.manager.session

@@ -12,6 +12,7 @@ from torch import nn
 from graphstep.errors import ConfigError, Problem
 from graphstep.strategies.full_iteration import FullCudaGraphWrapper
 from graphstep.strategies.graphed_step import GraphedStep
+from graphstep.strategies.local import LocalGraphs
 from graphstep.strategies.manager import CudaGraphManager
 from graphstep.verification.compare import Tolerance, Tolerances
 from graphstep.verification.report import VerifyReport
@@ -40,7 +41,7 @@ def shadow(
     back. What Python keeps elsewhere sees one call more.
 
     Args:
-        target: what ``attach``, ``graph_step`` or ``FullCudaGraphWrapper`` has returned, or modules of
+        target: what ``attach``, ``graph_step``, ``FullCudaGraphWrapper`` or ``LocalGraphs`` has returned, or modules of
             ``make_graphed_callables``.
         interval: calls between two comparisons, 1 or more. Calls that come before a capture are not compared.
         on_report: is given a :class:`VerifyReport` of each comparison; by default it is logged by ``logging``, as a
@@ -65,6 +66,8 @@ def shadow(
         return _of_step(target, interval, told, allowed)
     if isinstance(target, FullCudaGraphWrapper):
         return _of_iteration(target, interval, told, allowed)
+    if isinstance(target, LocalGraphs):
+        target = target.manager
     if isinstance(target, CudaGraphManager):
         return CallShadow(
             target.model,

@@ -65,13 +65,14 @@ def verify(
     difference was looked for inside of modules: then it captures anew when it is used next. No call may be in flight.
 
     Args:
-        target: what ``attach``, ``graph_step``, ``FullCudaGraphWrapper`` or ``make_graphed_callables`` has returned
-            (several callables as a tuple); or a module that nothing has captured, which is attached meanwhile.
+        target: what ``attach``, ``graph_step``, ``FullCudaGraphWrapper``, ``LocalGraphs`` or ``make_graphed_callables``
+            has returned (several callables as a tuple); or a module that nothing has captured, which is attached
+            meanwhile.
         batches: at least two different ones; what is given to ``step``. For ``graph_step`` a tuple is its arguments,
-            for ``FullCudaGraphWrapper`` a list the microbatches.
+            for ``FullCudaGraphWrapper`` and ``LocalGraphs`` a list the microbatches.
         step: runs forward and backward, and more if that is wanted, on a batch, and returns what is to be compared. By
             default the model is called and runs backward from its loss, see :func:`default_step`. Steps of
-            ``graph_step`` and ``FullCudaGraphWrapper`` are whole by themselves.
+            ``graph_step``, ``FullCudaGraphWrapper`` and ``LocalGraphs`` are whole by themselves.
         num_steps: steps that are compared.
         warmup_calls: most rounds of calls on all batches in which the target may come to replays.
         rtol: relative part of the tolerance; by default every bit counts.

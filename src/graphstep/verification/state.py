@@ -75,7 +75,8 @@ class State:
         """Those that get a gradient and are no parameters of the modules."""
         self._generators: dict[str, torch.Generator] = {_HOST: torch.default_generator}
         if device.type == "cuda":
-            self._generators[_DEVICE] = torch.cuda.default_generators[device.index]
+            index = device.index if device.index is not None else torch.cuda.current_device()
+            self._generators[_DEVICE] = torch.cuda.default_generators[index]
         self.set_modules(modules)
 
     def set_modules(self, modules: Iterable[Named]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -13,11 +13,13 @@ from torch.optim import Optimizer
 
 from graphstep.capture.report import CaptureReport
 from graphstep.capture.session import GraphSession
+from graphstep.capture.static_inputs import to_device
 from graphstep.capture.tree import flatten
 from graphstep.errors import ConfigError, Problem
 from graphstep.strategies.callable_graphs import CallableGraphs
 from graphstep.strategies.full_iteration import FullCudaGraphWrapper
 from graphstep.strategies.graphed_step import GraphedStep
+from graphstep.strategies.local import LocalGraphs
 from graphstep.strategies.local_forward import InstalledForward, has_graphs
 from graphstep.strategies.manager import CudaGraphManager
 
@@ -71,10 +73,12 @@ def target_of(given: Any, step: StepFunction | None) -> Target:
     Raises:
         ConfigError: it is nothing that has graphs, or a step function is missing or has no use.
     """
-    if isinstance(given, GraphedStep | FullCudaGraphWrapper):
+    if isinstance(given, GraphedStep | FullCudaGraphWrapper | LocalGraphs):
         if step is not None:
             what = f"{type(given).__name__} is a whole step by itself, and a step function was given as well"
             raise ConfigError(Problem("verify-step", what, "verify(step=...)", "leave step out"))
+        if isinstance(given, LocalGraphs):
+            return _of_local(given)
         return _of_step(given) if isinstance(given, GraphedStep) else _of_iteration(given)
     if isinstance(given, CudaGraphManager):
         return _of_manager(given, step or default_step(given.model))
@@ -112,7 +116,7 @@ def _loss_of(result: Any) -> Tensor | None:
     return found if found.numel() == 1 else found.float().square().mean()
 
 
-def _of_manager(manager: CudaGraphManager, step: StepFunction) -> Target:
+def _of_manager(manager: CudaGraphManager, step: Callable[..., Any]) -> Target:
     def graphed(batch: Any) -> Any:
         result = step(batch)
         manager.end_step()
@@ -153,18 +157,34 @@ def _of_step(step: GraphedStep[..., Any]) -> Target:
     )
 
 
-def _of_iteration(wrapper: FullCudaGraphWrapper) -> Target:
-    def microbatches(batch: Any) -> list[Any]:
-        return list(batch) if isinstance(batch, list | tuple) else [batch]
+def _of_local(strategy: LocalGraphs) -> Target:
+    manager = strategy.manager
 
     def graphed(batch: Any) -> Any:
-        given = microbatches(batch)
+        given = _microbatches(batch)
+        losses = strategy.forward_backward(data_iterator=iter(given), num_microbatches=len(given))
+        strategy.end_step()
+        return losses
+
+    def eager(batch: Any) -> Any:
+        given = _microbatches(to_device(batch, strategy.session.device))
+        with manager.eagerly():
+            return strategy.function(data_iterator=iter(given), model=manager.model, num_microbatches=len(given))
+
+    found = _of_manager(manager, strategy.function)
+    name = f"{type(manager.model).__name__}, captured by LocalGraphs"
+    return replace(found, name=name, graphed=graphed, eager=eager)
+
+
+def _of_iteration(wrapper: FullCudaGraphWrapper) -> Target:
+    def graphed(batch: Any) -> Any:
+        given = _microbatches(batch)
         return wrapper(data_iterator=iter(given), num_microbatches=len(given))
 
     return Target(
         name=f"{type(wrapper.model).__name__}, captured by FullCudaGraphWrapper",
         graphed=graphed,
-        eager=lambda batch: wrapper.eager(microbatches(batch)),
+        eager=lambda batch: wrapper.eager(_microbatches(batch)),
         device=wrapper.session.device,
         report=wrapper.report,
         sessions=lambda: [wrapper.session],
@@ -210,6 +230,10 @@ def _of_callables(given: Any, step: StepFunction | None) -> Target:
         modules=lambda: list(modules.values()),
         function=step,
     )
+
+
+def _microbatches(batch: Any) -> list[Any]:
+    return list(batch) if isinstance(batch, list | tuple) else [batch]
 
 
 def graphs_of(member: Any) -> CallableGraphs:
