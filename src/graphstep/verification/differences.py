@@ -104,6 +104,10 @@ class Rows:
             found = None if same_state(state, other) else _of_values(name, _digest(state), _digest(other))
             self._note(("", Part.RANDOM), len(eager), found, step)
 
+    def note_other_rank(self, step: int) -> None:
+        """Another rank has found a difference in this step."""
+        self._note(("", Part.OTHER), 1, _of_values("state of another rank", "one thing", "another"), step)
+
     def _note(self, key: tuple[str, Part], number: int, found: Difference | None, step: int) -> None:
         row = self._rows.get(key, Row(key[0], key[1], number))
         is_worse = found is not None and (row.difference is None or _rank(found) > _rank(row.difference))

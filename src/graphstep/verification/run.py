@@ -263,6 +263,8 @@ class Verification:
             self._num_done = number
             self._rows.add(number, eager, replayed, after_eager, after_replay)
             if on_any_rank(bool(self._rows.different()), target.device):
+                if not self._rows.different():
+                    self._rows.note_other_rank(number)
                 return Failure(batch, before, self._rows.different())
             self._move_weights(state, before, after_eager)
         return None
