@@ -183,3 +183,19 @@ def batches(device: torch.device, number: int = 3) -> list[Tensor]:
     """Different inputs, the same in each call."""
     generator = torch.Generator().manual_seed(3)
     return [torch.randn(4, WIDTH, generator=generator).to(device) for _ in range(number)]
+
+
+class WritesIntoItsArgument(WrongInputGradient):
+    """Its first operation writes into what it was given, as some do to save memory."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.mul_(0.5))
+
+
+class Untappable(Counting):
+    """Cannot be captured while something watches it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.inner._forward_hooks:
+            float(x.detach().sum())
+        return super().forward(x)

@@ -56,7 +56,7 @@ def shadow(
     Raises:
         ConfigError: the target has no calls that can be watched.
 
-    Cost: see :class:`CallShadow` and :class:`StepShadow`; an interval of 100 costs some percent.
+    Cost: see :class:`CallShadow` and :class:`StepShadow`.
     """
     if interval < 1:
         raise ConfigError(Problem("shadow-interval", f"interval is {interval}", "shadow", "use 1 or more"))

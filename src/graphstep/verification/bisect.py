@@ -8,7 +8,8 @@ from typing import Any, Final
 
 from torch import Tensor, nn
 
-from graphstep.verification.compare import Difference, Tolerances, difference
+from graphstep.errors import CaptureError
+from graphstep.verification.compare import Difference, Tolerances, difference, same_bits
 from graphstep.verification.differences import fresh
 from graphstep.verification.draws import draws_of, first_other_draw
 from graphstep.verification.report import Culprit, Part, Row
@@ -68,6 +69,10 @@ class Bisection:
         if parts & {Part.FORWARD, Part.GRADIENT, Part.WEIGHT, Part.OPTIMIZER}:
             try:
                 found = self._descend(failure)
+            except CaptureError as error:
+                row = first_of_rows(failure.rows, self.state)
+                how = f"modules were not looked into, as they cannot be captured with taps: {error.what}"
+                return None if row is None else replace(row, how=how)
             finally:
                 if self.target.recapture is not None:
                     self.target.recapture()
@@ -117,10 +122,8 @@ class Bisection:
         return next((each for each in modules if any(m is owner for m in each[1].modules())), None)
 
     def _first_difference(self, failure: Failure, level: Sequence[Named]) -> tuple[Place, Difference] | None:
-        taps, target, state = Taps(level), self.target, self.state
+        taps, target, state = self._taps(failure, level), self.target, self.state
         with taps.installed():
-            state.restore(failure.before)
-            target.eager(fresh(failure.batch))
             taps.allocate(target.device)
             if target.recapture is not None:
                 state.restore(self.start)
@@ -135,23 +138,47 @@ class Bisection:
                 state.restore(failure.before)
                 self.prepare()
                 target.graphed(fresh(failure.batch))
-                found = self._compare(events, eager, taps.seen())
+                found = self._compare(taps, events, eager, taps.seen())
                 if found is not None:
                     return found
         return None
 
+    def _taps(self, failure: Failure, level: Sequence[Named]) -> Taps:
+        """Taps that have seen an eager run, and so know how much comes by."""
+        taps = Taps(level)
+        self.state.restore(failure.before)
+        try:
+            with taps.installed():
+                self.target.eager(fresh(failure.batch))
+        except RuntimeError as error:
+            if "inplace" not in str(error):
+                raise
+            # A module writes into its argument, which autograd does not allow for an alias of this kind.
+            taps = Taps(level, keeps_tensors=True)
+            self.state.restore(failure.before)
+            with taps.installed():
+                self.target.eager(fresh(failure.batch))
+        return taps
+
     def _compare(
-        self, events: Sequence[Event], eager: Mapping[Place, Tensor], replayed: Mapping[Place, Tensor]
+        self, taps: Taps, events: Sequence[Event], eager: Mapping[Place, Tensor], replayed: Mapping[Place, Tensor]
     ) -> tuple[Place, Difference] | None:
-        for place, number in events:
-            if place not in eager or number >= len(eager[place]):
-                continue  # Python called it otherwise when the taps were laid.
+        # Python may have called modules otherwise when the taps were laid: that much is left out.
+        known = [event for event in events if event.place in eager and event.number < len(eager[event.place])]
+        for index, (place, number) in enumerate(known):
             tolerance = self.tolerances.of(place.module)
             name = place.tensor if place.side.part is Part.FORWARD else f"gradient of {place.tensor}"
             name = name if len(eager[place]) == 1 else f"{name} (call {number + 1})"
             found = difference(name, eager[place][number], replayed[place][number], tolerance)
-            if found is not None and not found.is_within:
-                return place, found
+            if found is None or found.is_within:
+                continue
+            if taps.keeps_tensors and place.side is Side.RESULT_GRADIENT and index + 1 < len(known):
+                # One tensor, which is the argument of the next module too: its gradient is that one's.
+                following = known[index + 1]
+                is_same = same_bits(eager[following.place][following.number], eager[place][number])
+                if following.place.side is Side.ARGUMENT_GRADIENT and is_same:
+                    return following.place, found
+            return place, found
         return None
 
     # ----- without taps

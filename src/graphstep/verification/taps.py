@@ -65,6 +65,9 @@ class Taps:
     """
 
     modules: Sequence[Named]
+    keeps_tensors: bool = False
+    """Modules get their arguments themselves and no aliases: for those that write into them. The gradient that is seen
+    then has the parts of all who use the tensor."""
     events: list[Event] = field(default_factory=list)
     """What came by, in the order of time, as Python has seen it: complete for eager runs only."""
     _taps: dict[Place, _Tap] = field(default_factory=dict)
@@ -76,7 +79,7 @@ class Taps:
         handles: list[Any] = []
         try:
             for path, module in self.modules:
-                before = partial(self._before, path, not getattr(module, "inplace", False))
+                before = partial(self._before, path, self.keeps_tensors or getattr(module, "inplace", False))
                 handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
                 handles.append(module.register_forward_hook(partial(self._after, path)))
             yield
@@ -104,15 +107,17 @@ class Taps:
 
     # ----- hooks
 
-    def _before(self, path: str, follows_gradients: bool, _module: nn.Module, args: Any, named: Any) -> Any:
+    def _before(self, path: str, keeps_tensors: bool, _module: nn.Module, args: Any, named: Any) -> Any:
         def see(name: str, tensor: Tensor) -> Tensor:
             self._note(path, Side.ARGUMENT, name, tensor)
-            if not (tensor.requires_grad and torch.is_grad_enabled() and follows_gradients):
+            if not (tensor.requires_grad and torch.is_grad_enabled()):
+                return tensor
+            note = partial(self._note, path, Side.ARGUMENT_GRADIENT, name)
+            if keeps_tensors:
+                tensor.register_hook(note)
                 return tensor
             # The gradient of the argument has parts of others who use the same tensor; this has the module's own.
-            followed: Tensor = _Follow.apply(  # type: ignore[no-untyped-call]
-                tensor, partial(self._note, path, Side.ARGUMENT_GRADIENT, name)
-            )
+            followed: Tensor = _Follow.apply(tensor, note)  # type: ignore[no-untyped-call]
             return followed
 
         return _replaced("argument", args, see), _replaced("argument", named, see)
