@@ -13,7 +13,8 @@ def test_a_replay_that_reads_before_it_writes_shows_it(engine: Engine) -> None:
     x = torch.ones(64, device=engine.device)
 
     def reads_what_nobody_wrote() -> torch.Tensor:
-        return x + torch.empty(64, device=x.device) * 0
+        scratch = torch.empty(64, device=x.device)
+        return x + scratch * 0  # The result must not lie where the scratch lay.
 
     recording = engine.capture(reads_what_nobody_wrote)
     assert poison_free_memory(engine) > 0

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,8 @@ needs_gloo = pytest.mark.skipif(
 )
 
 
-def verified_by_two(fault: str, folder: Path) -> list[Any]:
+def verified_by_two(faults: Sequence[str], folder: Path) -> list[list[Any]]:
+    """For each fault what the two ranks have found."""
     script = ROOT / "tests" / "verification" / "two_ranks.py"
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "src")]),
@@ -30,7 +32,7 @@ def verified_by_two(fault: str, folder: Path) -> list[Any]:
     }
     jobs = [
         subprocess.Popen(
-            [sys.executable, script, str(rank), str(folder / "ranks"), fault],
+            [sys.executable, script, str(rank), str(folder / "ranks"), *faults],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -42,22 +44,18 @@ def verified_by_two(fault: str, folder: Path) -> list[Any]:
     for job in jobs:
         out, errors = job.communicate(timeout=100)
         assert job.returncode == 0, errors
-        found.append(json.loads(out.splitlines()[-1]))
-    return found
-
-
-@needs_gloo
-def test_ranks_that_are_equal(tmp_path: Path) -> None:
-    for equal, num_steps, num_replays, first, notes in verified_by_two("Plain", tmp_path):
-        assert (equal, num_steps, num_replays, first, notes) == (True, 3, 15, None, [])
+        found.append([json.loads(line) for line in out.splitlines()[-len(faults) :]])
+    return [list(pair) for pair in zip(*found, strict=True)]
 
 
 @needs_gloo
 def test_a_difference_on_one_rank_stops_both(tmp_path: Path) -> None:
-    found = verified_by_two("DriftingBuffer", tmp_path)
-    assert [(equal, num_steps) for equal, num_steps, *_ in found] == [(False, 1), (False, 1)]
-    assert [first for *_, first, _ in found] == [["", "other tensor"], ["module.blocks.1", "buffer"]]
-    assert all("modules are not looked into" in notes[0] for *_, notes in found)
+    plain, drifting = verified_by_two(["Plain", "DriftingBuffer"], tmp_path)
+    for equal, num_steps, num_replays, first, notes in plain:
+        assert (equal, num_steps, num_replays, first, notes) == (True, 3, 15, None, [])
+    assert [(equal, num_steps) for equal, num_steps, *_ in drifting] == [(False, 1), (False, 1)]
+    assert [first for *_, first, _ in drifting] == [["", "other tensor"], ["module.blocks.1", "buffer"]]
+    assert all("modules are not looked into" in notes[0] for *_, notes in drifting)
 
 
 def test_one_rank_decides_alone() -> None:

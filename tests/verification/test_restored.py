@@ -147,3 +147,24 @@ def test_attributes_of_modules_are_put_back(device: torch.device) -> None:
         graphstep.verify(target, batches, step)
         assert model.blocks[1].last == 0
         assert not hasattr(model.blocks[1], "training_steps")
+
+
+class Rebinding(faulty.Model):
+    """Puts another tensor in the place of a buffer, outside of what is captured."""
+
+    def __init__(self) -> None:
+        super().__init__(faulty.Plain())
+        self.register_buffer("steps", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.steps = self.steps + 1
+        return super().forward(x)
+
+
+def test_buffers_are_the_same_objects(device: torch.device) -> None:
+    model = Rebinding().to(device)
+    steps = model.steps
+    report = graphstep.verify(model, faulty.batches(device), regions={"blocks.*": "layer"})
+    assert report.equal, str(report)
+    assert model.steps is steps
+    assert steps == 0

@@ -162,16 +162,20 @@ class Verification:
         state = State(self._modules(), target.device, self._optimizers.values(), weights=target.weights())
         had_graphs = target.num_recordings() > 0
         first: Culprit | None = None
-        with self._python_kept(state):
-            start = state.copy()
-            try:
-                self._warm_up()
-                failure = self._run_steps(state)
-                if failure is not None and self._is_bisected:
-                    first = self._first(failure, state, start)
-            finally:
-                if not had_graphs and target.recapture is not None:
-                    target.recapture()
+        start: StateCopy | None = None
+        try:
+            with self._python_kept(state):
+                start = state.copy()
+                try:
+                    self._warm_up()
+                    failure = self._run_steps(state)
+                    if failure is not None and self._is_bisected:
+                        first = self._first(failure, state, start)
+                finally:
+                    if not had_graphs and target.recapture is not None:
+                        target.recapture()
+        finally:
+            if start is not None:
                 state.restore(start)
         return VerifyReport(
             target=target.name,

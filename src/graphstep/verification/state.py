@@ -48,6 +48,8 @@ class StateCopy:
     gradients: Sequence[tuple[Tensor, Tensor | None]]
     """Each parameter with the object that was its ``.grad``."""
     generators: Mapping[str, Any]
+    members: Sequence[tuple[dict[str, Any], str, Tensor | None]] = ()
+    """Where modules keep parameters and buffers, with the objects that were there."""
 
 
 class State:
@@ -133,14 +135,24 @@ class State:
         """The state of this moment, on the host, or some parts of it. Waits for the device."""
         tensors = {key: t.detach().to("cpu", copy=True) for key, t in self.tensors() if key.part in parts}
         if Part.GRADIENT not in parts:
-            return StateCopy(tensors, (), self.generators())
+            return StateCopy(tensors, (), self.generators(), self._members())
         leaves = [*(parameter for _, _, parameter in self.parameters()), *self._leaves.values()]
-        return StateCopy(tensors, [(leaf, leaf.grad) for leaf in leaves], self.generators())
+        gradients = [(leaf, leaf.grad) for leaf in leaves]
+        return StateCopy(tensors, gradients, self.generators(), self._members())
+
+    def _members(self) -> list[tuple[dict[str, Any], str, Tensor | None]]:
+        owners: list[dict[str, Any]] = []
+        for _, module in self._modules:
+            owners += (module._parameters, module._buffers)
+        return [(owner, name, member) for owner in owners for name, member in owner.items()]
 
     def restore(self, kept: StateCopy) -> None:
         """Give everything the content that it had. What has not changed is not written: caches that are made anew
         after a write would hide that they are stale.
         """
+        for owner, name, member in kept.members:
+            if owner.get(name) is not member:
+                owner[name] = member
         for leaf, gradient in kept.gradients:
             if leaf.grad is not gradient:
                 leaf.grad = gradient
