@@ -32,7 +32,7 @@ def poison_free_memory(engine: Engine) -> int:
     if isinstance(engine, TapeEngine):
         return poison(_unheld_of_tapes(engine))
     if isinstance(engine, CudaEngine):
-        blocks = [torch_private.cuda_bytes(*block, engine.device) for block in _free_blocks(engine)]
+        blocks = [torch.as_tensor(_Bytes(*block), device=engine.device) for block in _free_blocks(engine)]
         for block in blocks:
             block.fill_(_NAN_BYTE)
         return sum(block.nbytes for block in blocks)
@@ -69,6 +69,19 @@ def _leave_dirty(device: torch.device) -> None:
             # Long sums of small products are split, and their parts meet in a workspace.
             rows = torch.full((64, 1 << 15), float("nan"), dtype=dtype, device=device)
             torch.mm(rows, rows.t())
+
+
+class _Bytes:
+    """Memory of a GPU, described by the CUDA array interface: a tensor over it does not own it."""
+
+    def __init__(self, address: int, nbytes: int) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (nbytes,),
+            "typestr": "|u1",
+            "data": (address, False),
+            "strides": None,
+            "version": 3,
+        }
 
 
 def _free_blocks(engine: CudaEngine) -> Iterator[tuple[int, int]]:
