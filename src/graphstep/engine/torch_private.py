@@ -274,6 +274,7 @@ def weights_are_cached() -> bool:
     return bool(getattr(parametrize, "_cache_enabled", 0))
 
 
+@contextmanager
 def no_weights_cached() -> Iterator[None]:
     """Compute parametrized weights anew in the body, and keep none of them for what comes after it."""
     enabled = getattr(parametrize, "_cache_enabled", 0)
