@@ -36,6 +36,7 @@ from graphstep.strategies.iteration_refusals import (
     told_of_wrapper,
     with_children,
 )
+from graphstep.strategies.leaf_streams import SET_UP_AGAIN, LeafStreams
 from graphstep.strategies.optimizers_inside import OptimizersInside
 from graphstep.strategies.settled import tensors_kept
 from graphstep.strategies.step_state import StepState
@@ -138,6 +139,7 @@ class IterationGraphs:
         self._warned: set[str] = set()
         """Stages whose users know that there are more keys than there is room for."""
         self._modules: dict[str, tuple[int, tuple[nn.Module, ...]]] = {}
+        self._leaf_streams = LeafStreams(session)
 
     def run(self, step: Step, batch: Any) -> Any:
         """Run the step on a batch.
@@ -335,7 +337,7 @@ class IterationGraphs:
 
     def _warmup_of(self, step: Step) -> int:
         """Eager runs before a capture: optimizers make their state in the first one."""
-        least = least_warmup(step.modules, self._session.device)
+        least = least_warmup(step.modules, self._session.device) if step.fills_gradients else 0
         return max(self._warmup_steps, least, 1 if len(step.optimizers) else 0)
 
     # ----- eager
@@ -355,12 +357,19 @@ class IterationGraphs:
         # address is what the capture will find. The last one is watched: it is what the capture will repeat.
         with self._session.engine.capture_stream(), step.optimizers.on_device():
             iteration.static.load(batch)
-            if iteration.num_eager + 1 < self._warmup_of(step):
-                result = step.function(iteration.static.arguments)
-            else:
-                result = self._watch(step, iteration)
+
+            def run() -> Any:
+                if iteration.num_eager + 1 < self._warmup_of(step):
+                    return step.function(iteration.static.arguments)
+                return self._watch(step, iteration)
+
+            result, is_set_up_again = self._leaf_streams.run(run, self._all_modules(step), step.optimizers.parameters())
             result = iteration.static.copied_out(result)
         iteration.num_eager += 1
+        if is_set_up_again:
+            for each in self._iterations.values():
+                if each.graph is None:
+                    each.num_eager, each.why_eager = 0, SET_UP_AGAIN
         return result
 
     def _watch(self, step: Step, iteration: _Iteration) -> Any:
@@ -429,7 +438,7 @@ class IterationGraphs:
             gradients.forget()
             if not isinstance(error, CaptureError) or not has_wrapper(modules, self._session.device):
                 raise
-            raise told_of_wrapper(error) from error
+            raise told_of_wrapper(error, self._leaf_streams.problem) from error
         attributes.ignore_changed()
         now = self._session.watch(step.modules, observation.leaves)
         return _Graph(recording, structure, tensors, now, attributes, step.optimizers.noted())
