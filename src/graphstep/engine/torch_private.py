@@ -222,13 +222,6 @@ class _CudaBytes:
         }
 
 
-def pool_segments(pools: Sequence[Any]) -> int:
-    """Bytes reserved from the driver for some private pools."""
-    names = {tuple(pool) for pool in pools}
-    snapshot = torch.cuda.memory_snapshot()
-    return sum(int(segment["total_size"]) for segment in snapshot if tuple(segment["segment_pool_id"]) in names)
-
-
 @contextmanager
 def stale_streams_overridden() -> Iterator[None]:
     """Let a captured backward pass use nodes that an eager one made on another stream, where torch knows how to.

@@ -16,12 +16,12 @@ from torch.optim import Optimizer
 from graphstep.capture.places import Place
 from graphstep.capture.report import CaptureReport
 from graphstep.capture.session import GraphSession
-from graphstep.capture.static_inputs import to_device
+from graphstep.capture.static_inputs import copies_of, to_device
 from graphstep.capture.tree import flatten, values_of
 from graphstep.config.switches import CapturePolicy, MismatchPolicy
 from graphstep.config.validation import to_member
 from graphstep.errors import ConfigError, Problem
-from graphstep.strategies.iteration_graphs import IterationGraphs, Step
+from graphstep.strategies.iteration_graphs import LANE, IterationGraphs, Step
 from graphstep.strategies.optimizers_inside import OptimizersInside
 from graphstep.strategies.step_parts import StepParts
 from graphstep.strategies.step_reads import StepReads
@@ -96,8 +96,14 @@ class GraphedStep(Generic[P, R]):
                     if self._policy is not CapturePolicy.off:
                         rates.enter_context(OptimizersInside([optimizer], self.session.device).on_device())
 
-                with self._parts.watching(put_rates):
-                    result = self._function(*args, **kwargs)
+                def run() -> R:
+                    with self._parts.watching(put_rates):
+                        return self._function(*args, **kwargs)
+
+                if torch.is_grad_enabled():
+                    result = run()
+                else:
+                    result = self.session.engine.run_on_pool(run, lane=LANE, copied=copies_of)
             self._reads(batch)
             self._step = self._described()
             return result

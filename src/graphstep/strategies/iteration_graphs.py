@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
+import torch
 from torch import Tensor, nn
 
 from graphstep.capture.attributes import Attributes
@@ -17,7 +18,7 @@ from graphstep.capture.reasons import EagerReason
 from graphstep.capture.report import RegionStats
 from graphstep.capture.session import GraphSession
 from graphstep.capture.signature import Signature
-from graphstep.capture.static_inputs import StaticInputs, to_device
+from graphstep.capture.static_inputs import StaticInputs, copies_of, to_device
 from graphstep.capture.tree import Node, Value, flatten, unflatten
 from graphstep.config.switches import CapturePolicy, MismatchPolicy
 from graphstep.engine import Recording, torch_private
@@ -41,7 +42,7 @@ from graphstep.strategies.optimizers_inside import OptimizersInside
 from graphstep.strategies.settled import tensors_kept
 from graphstep.strategies.step_state import StepState
 
-_LANE = "iterations"
+LANE: Final = "iterations"
 """Whole iterations share memory with each other, and not with graphs of parts of one, which others run between."""
 _WARNED_AFTER = 3
 """Captures anew, after something has changed that a graph has fixed, from which on they are warned of."""
@@ -291,6 +292,10 @@ class IterationGraphs:
         graph = iteration.graph
         if graph is None:
             return
+        if graph.recording.is_closed:
+            self._drop(iteration, stats)
+            iteration.why_eager = "warmup after its memory was given up"
+            return
         changed = graph.attributes.changed() or graph.optimizers.moved()
         if changed:
             self._drop(iteration, stats)
@@ -340,6 +345,9 @@ class IterationGraphs:
         least = least_warmup(step.modules, self._session.device) if step.fills_gradients else 0
         return max(self._warmup_steps, least, 1 if len(step.optimizers) else 0)
 
+    def _lane_of(self, step: Step) -> Hashable:
+        return LANE if self._use_single_mempool else (LANE, step.stage)
+
     # ----- eager
 
     def _plainly(self, step: Step, batch: Any, stats: RegionStats, reason: str) -> Any:
@@ -355,15 +363,19 @@ class IterationGraphs:
     def _warm_up(self, step: Step, iteration: _Iteration, batch: Any) -> Any:
         # On the capture stream and from the static inputs, so that what the libraries set up per stream and per
         # address is what the capture will find. The last one is watched: it is what the capture will repeat.
+        def run() -> Any:
+            if iteration.num_eager + 1 < self._warmup_of(step):
+                return step.function(iteration.static.arguments)
+            return self._watch(step, iteration)
+
+        is_set_up_again = False
         with self._session.engine.capture_stream(), step.optimizers.on_device():
             iteration.static.load(batch)
-
-            def run() -> Any:
-                if iteration.num_eager + 1 < self._warmup_of(step):
-                    return step.function(iteration.static.arguments)
-                return self._watch(step, iteration)
-
-            result, is_set_up_again = self._leaf_streams.run(run, self._all_modules(step), step.optimizers.parameters())
+            if step.fills_gradients and torch.is_grad_enabled():
+                parameters = step.optimizers.parameters()
+                result, is_set_up_again = self._leaf_streams.run(run, self._all_modules(step), parameters)
+            else:
+                result = self._session.engine.run_on_pool(run, lane=self._lane_of(step), copied=copies_of)
             result = iteration.static.copied_out(result)
         iteration.num_eager += 1
         if is_set_up_again:
@@ -459,13 +471,12 @@ class IterationGraphs:
             iteration.gradients.collect()
             return flatten(result)
 
-        lane = _LANE if self._use_single_mempool else (_LANE, step.stage)
         while True:
             iteration.gradients.ready(leaves, where)
             try:
                 untimed = torch_private.no_data_parallel_timings(self._all_modules(step))
                 with step.optimizers.captured(where), untimed:
-                    recording = self._session.capture(stats, run, observation=observation, lane=lane)
+                    recording = self._session.capture(stats, run, observation=observation, lane=self._lane_of(step))
                 problem = iteration.gradients.problem()
                 if problem is None:
                     iteration.gradients.keep()
