@@ -311,7 +311,7 @@ class IterationGraphs:
             iteration.num_eager = self._warmup_of(step) - 1
             iteration.why_eager = f"warmup after a change of {numbers[0]} of an optimizer"
             what = f"{numbers[0]} of an optimizer"
-            advice = "only the learning rate can follow a schedule inside of a graph"
+            advice = "learning rates, and most weight decays, follow a schedule inside of a graph; others do not"
             self._count_recapture(iteration, step, what, advice)
 
     @staticmethod
