@@ -113,12 +113,10 @@ def test_a_chunk_without_data(device: torch.device) -> None:
 
 def test_the_number_counts_where_no_chunk_has_data(device: torch.device) -> None:
     """As on a stage in the middle of a pipeline, of which nothing but the number of microbatches is known."""
-    calls = []
     weight = torch.ones(2, device=device)
 
     def middle(*, data_iterator: Any, model: Any, num_microbatches: int, forward_only: bool = False) -> Tensor:
         assert data_iterator is None
-        calls.append(num_microbatches)
         return weight * num_microbatches
 
     session = GraphSession(device)

@@ -405,7 +405,8 @@ class IterationGraphs:
             iteration.refusal = refused(where, *RETURNS_LOSS)
         else:
             try:
-                attributes.refuse_changes(where, observation.externals, may_leave_losses=True)
+                is_first = iteration.num_eager == 0
+                attributes.refuse_changes(where, observation.externals, may_leave_losses=True, may_fill=is_first)
             except CaptureError as error:
                 iteration.refusal = error
         observation.forget_storages(
