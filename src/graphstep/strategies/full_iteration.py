@@ -15,7 +15,8 @@ from graphstep.capture.session import GraphSession
 from graphstep.capture.tree import flatten, values_of
 from graphstep.config.switches import CapturePolicy, MismatchPolicy
 from graphstep.errors import ConfigError, Problem
-from graphstep.strategies.iteration_graphs import IterationGraphs, Step
+from graphstep.strategies.iteration_graphs import IterationGraphs
+from graphstep.strategies.iteration_state import Step
 from graphstep.strategies.optimizers_inside import OptimizersInside
 from graphstep.strategies.step_reads import StepReads
 

@@ -21,7 +21,8 @@ from graphstep.capture.tree import flatten, values_of
 from graphstep.config.switches import CapturePolicy, MismatchPolicy
 from graphstep.config.validation import to_member
 from graphstep.errors import ConfigError, Problem
-from graphstep.strategies.iteration_graphs import LANE, IterationGraphs, Step
+from graphstep.strategies.iteration_graphs import LANE, IterationGraphs
+from graphstep.strategies.iteration_state import Step
 from graphstep.strategies.optimizers_inside import OptimizersInside
 from graphstep.strategies.step_parts import StepParts
 from graphstep.strategies.step_reads import StepReads

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Hashable, Iterable, Sequence
 from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 
 from graphstep.capture.attributes import Attributes
-from graphstep.capture.manifest import Watched, verify
+from graphstep.capture.manifest import verify
 from graphstep.capture.observe import Observation
-from graphstep.capture.places import Place
 from graphstep.capture.reasons import EagerReason
 from graphstep.capture.report import RegionStats
 from graphstep.capture.session import GraphSession
@@ -25,11 +23,7 @@ from graphstep.engine import Recording, torch_private
 from graphstep.errors import CaptureError, InputMismatchError
 from graphstep.strategies.iteration_gradients import StepGradients
 from graphstep.strategies.iteration_refusals import (
-    RETURNS_LOSS,
     RETURNS_OTHERS,
-    SETS_FLAGS,
-    WRITES,
-    Named,
     has_wrapper,
     least_warmup,
     parts_not_captured,
@@ -37,8 +31,9 @@ from graphstep.strategies.iteration_refusals import (
     told_of_wrapper,
     with_children,
 )
+from graphstep.strategies.iteration_state import Captured, Iteration, LastRun, Step
+from graphstep.strategies.iteration_watch import watched_run
 from graphstep.strategies.leaf_streams import SET_UP_AGAIN, LeafStreams
-from graphstep.strategies.optimizers_inside import OptimizersInside
 from graphstep.strategies.settled import tensors_kept
 from graphstep.strategies.step_state import StepState
 
@@ -48,53 +43,6 @@ _WARNED_AFTER = 3
 """Captures anew, after something has changed that a graph has fixed, from which on they are warned of."""
 _MOST_GIVEN_UP = 1000
 _MOST_DIFFERENCES = 3
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
-    """What is captured, and what it consists of."""
-
-    stage: str
-    """Its row in the report. Graphs of one stage are those of one function."""
-    kind: str
-    function: Callable[[Any], Any]
-    """Takes the batch, on the session's device; returns any nesting of tensors."""
-    modules: Sequence[Named]
-    """The modules that run in it, outermost ones only."""
-    optimizers: OptimizersInside
-    """Those that step in it."""
-    fills_gradients: bool = True
-    reads: Callable[[Any], Sequence[Place]] = field(default=lambda _: ())
-    """Where its Python finds what is no attribute of the modules, for a batch."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Graph:
-    """A recording, and what must still be as it was for it to be replayed."""
-
-    recording: Recording
-    structure: Node | Value
-    tensors: list[Tensor]
-    watched: Watched
-    attributes: Attributes
-    optimizers: OptimizersInside
-
-
-@dataclass(slots=True)
-class _Iteration:
-    """State of one key: eager until warm, then one recording."""
-
-    static: StaticInputs
-    gradients: StepGradients
-    observation: Observation | None = None
-    num_eager: int = 0
-    why_eager: str = "warmup"
-    structure: Node | Value | None = None
-    """Of the last eager result."""
-    refusal: CaptureError | None = None
-    """What the last eager run has done and a replay would not."""
-    graph: _Graph | None = None
-    num_recaptures: int = 0
 
 
 class IterationGraphs:
@@ -131,7 +79,7 @@ class IterationGraphs:
         self._max_graphs = max_graphs
         self._policy = policy
         self._on_mismatch = on_mismatch
-        self._iterations: dict[tuple[str, Signature], _Iteration] = {}
+        self._iterations: dict[tuple[str, Signature], Iteration] = {}
         """The one used last is the last one."""
         self._refused: set[tuple[str, Signature]] = set()
         """Keys that could not be captured."""
@@ -176,6 +124,8 @@ class IterationGraphs:
             self._drop_if_changed(iteration, step, stats)
         if iteration.graph is not None and (reason := iteration.gradients.why_not()) is not None:
             return self._learn_again(step, iteration, batch, stats, reason)
+        if iteration.graph is None and iteration.num_eager >= self._warmup_of(step):
+            self._look_again_if_changed(iteration, step)
         if iteration.graph is None and iteration.num_eager < self._warmup_of(step):
             stats.eager_calls[iteration.why_eager] += 1
             return self._warm_up(step, iteration, batch)
@@ -240,11 +190,11 @@ class IterationGraphs:
             fix="give batches like the captured ones, or choose recapture or eager (on_mismatch)",
         )
 
-    def _new(self, batch: Any, stats: RegionStats) -> _Iteration:
+    def _new(self, batch: Any, stats: RegionStats) -> Iteration:
         self._modules.clear()  # Some may have been added or replaced.
         static = StaticInputs(batch, self._session.device)
         stats.static_bytes += static.nbytes
-        return _Iteration(static, StepGradients(self._session.gradient_homes))
+        return Iteration(static, StepGradients(self._session.gradient_homes))
 
     def _make_room(self, new: tuple[str, Signature], *, captured: bool, number: int) -> None:
         """Forget keys, those used longest ago first, until ``number`` are left that have a graph, or that have none.
@@ -279,16 +229,16 @@ class IterationGraphs:
         stats.static_bytes -= iteration.static.nbytes
         self._drop(iteration, stats)
 
-    def _drop(self, iteration: _Iteration, stats: RegionStats) -> None:
+    def _drop(self, iteration: Iteration, stats: RegionStats) -> None:
         if iteration.graph is not None:
             self._session.release([iteration.graph.recording], stats)
-        iteration.graph, iteration.observation, iteration.num_eager = None, None, 0
+        iteration.graph, iteration.observation, iteration.last_run, iteration.num_eager = None, None, None, 0
         if all(other.graph is None for other in self._iterations.values()):
             # Nothing writes them any more: gradients may live elsewhere from now on.
             self._session.gradient_homes.clear()
         iteration.gradients = StepGradients(self._session.gradient_homes)
 
-    def _drop_if_changed(self, iteration: _Iteration, step: Step, stats: RegionStats) -> None:
+    def _drop_if_changed(self, iteration: Iteration, step: Step, stats: RegionStats) -> None:
         graph = iteration.graph
         if graph is None:
             return
@@ -314,8 +264,15 @@ class IterationGraphs:
             advice = "learning rates, and most weight decays, follow a schedule inside of a graph; others do not"
             self._count_recapture(iteration, step, what, advice)
 
+    def _look_again_if_changed(self, iteration: Iteration, step: Step) -> None:
+        """What the last run has shown is not what a capture would do, if something has changed since."""
+        changed = iteration.last_run.changed() if iteration.last_run is not None else []
+        if changed:
+            iteration.num_eager = self._warmup_of(step) - 1
+            iteration.why_eager = f"warmup after a change of {changed[0]}"
+
     @staticmethod
-    def _count_recapture(iteration: _Iteration, step: Step, what: str, advice: str) -> None:
+    def _count_recapture(iteration: Iteration, step: Step, what: str, advice: str) -> None:
         iteration.num_recaptures += 1
         if iteration.num_recaptures == _WARNED_AFTER:
             warnings.warn(
@@ -323,7 +280,7 @@ class IterationGraphs:
                 stacklevel=5,
             )
 
-    def _learn_again(self, step: Step, iteration: _Iteration, batch: Any, stats: RegionStats, reason: str) -> Any:
+    def _learn_again(self, step: Step, iteration: Iteration, batch: Any, stats: RegionStats, reason: str) -> Any:
         """Gradients are not as in the runs that were seen: run eagerly, and see what the step does with these."""
         stats.eager_calls[reason] += 1
         if iteration.gradients.knows_too_little():
@@ -360,13 +317,13 @@ class IterationGraphs:
         with self._session.engine.capture_stream(), step.optimizers.on_device():
             return step.function(to_device(batch, self._session.device))
 
-    def _warm_up(self, step: Step, iteration: _Iteration, batch: Any) -> Any:
+    def _warm_up(self, step: Step, iteration: Iteration, batch: Any) -> Any:
         # On the capture stream and from the static inputs, so that what the libraries set up per stream and per
         # address is what the capture will find. The last one is watched: it is what the capture will repeat.
         def run() -> Any:
             if iteration.num_eager + 1 < self._warmup_of(step):
                 return step.function(iteration.static.arguments)
-            return self._watch(step, iteration)
+            return watched_run(step, iteration, self._session, self._all_modules(step))
 
         is_set_up_again = False
         with self._session.engine.capture_stream(), step.optimizers.on_device():
@@ -378,46 +335,18 @@ class IterationGraphs:
                 result = self._session.engine.run_on_pool(run, lane=self._lane_of(step), copied=copies_of)
             result = iteration.static.copied_out(result)
         iteration.num_eager += 1
+        if iteration.attributes is not None:
+            iteration.last_run = LastRun(iteration.attributes.again(), step.optimizers, self._all_modules(step))
+            iteration.attributes = None
         if is_set_up_again:
             for each in self._iterations.values():
                 if each.graph is None:
                     each.num_eager, each.why_eager = 0, SET_UP_AGAIN
         return result
 
-    def _watch(self, step: Step, iteration: _Iteration) -> Any:
-        """Run the step for real, and learn what a capture of it has to know."""
-        modules = self._all_modules(step)
-        places = step.reads(iteration.static.arguments)
-        attributes = Attributes(with_children(step.modules), places=places)
-        flags = [module.training for module in modules]
-        versions = iteration.static.versions()
-        before = iteration.gradients.before(modules, step.optimizers.parameters())
-        result, observation = self._session.watch_run(lambda: step.function(iteration.static.arguments))
-        tensors, iteration.structure = flatten(result)
-        iteration.gradients.learn(before, observation)
-        where = f"{step.stage}, the captured function"
-        iteration.refusal = None
-        if iteration.static.versions() != versions:
-            iteration.refusal = refused(where, *WRITES)
-        elif [module.training for module in modules] != flags:
-            iteration.refusal = refused(where, *SETS_FLAGS)
-        elif any(tensor.requires_grad for tensor in tensors) and not iteration.gradients.are_filled():
-            iteration.refusal = refused(where, *RETURNS_LOSS)
-        else:
-            try:
-                is_first = iteration.num_eager == 0
-                attributes.refuse_changes(where, observation.externals, may_leave_losses=True, may_fill=is_first)
-            except CaptureError as error:
-                iteration.refusal = error
-        observation.forget_storages(
-            torch_private.storage_key(home.tensor) for home in self._session.gradient_homes.values()
-        )
-        iteration.observation = observation
-        return result
-
     # ----- capture and replay
 
-    def _capture(self, step: Step, iteration: _Iteration, stats: RegionStats) -> _Graph:
+    def _capture(self, step: Step, iteration: Iteration, stats: RegionStats) -> Captured:
         where = f"{stats.name}, the captured function"
         step.optimizers.require_capturable(where)
         if iteration.refusal is not None:
@@ -453,13 +382,14 @@ class IterationGraphs:
                 raise
             raise told_of_wrapper(error, self._leaf_streams.problem) from error
         attributes.ignore_changed()
-        now = self._session.watch(step.modules, observation.leaves)
-        return _Graph(recording, structure, tensors, now, attributes, step.optimizers.noted())
+        is_evaluation = not observation.leaves and not len(step.optimizers)
+        now = self._session.watch(step.modules, observation.leaves, may_be_frozen=is_evaluation)
+        return Captured(recording, structure, tensors, now, attributes, step.optimizers.noted())
 
     def _record(
         self,
         step: Step,
-        iteration: _Iteration,
+        iteration: Iteration,
         stats: RegionStats,
         observation: Observation,
         leaves: Sequence[Tensor],
@@ -489,7 +419,7 @@ class IterationGraphs:
                 raise problem
             iteration.gradients.forget()
 
-    def _replay(self, iteration: _Iteration, graph: _Graph, tensors: list[Tensor], stats: RegionStats) -> Any:
+    def _replay(self, iteration: Iteration, graph: Captured, tensors: list[Tensor], stats: RegionStats) -> Any:
         # The copies run while the host checks; should it refuse, they have changed nothing but the graph's own inputs.
         iteration.static.load_tensors(tensors)
         verify(graph.watched, f"{stats.name}, before replay")

@@ -12,7 +12,8 @@ from graphstep.capture.places import Place
 from graphstep.capture.report import CaptureReport
 from graphstep.capture.session import GraphSession
 from graphstep.config.switches import CapturePolicy
-from graphstep.strategies.iteration_graphs import IterationGraphs, Step
+from graphstep.strategies.iteration_graphs import IterationGraphs
+from graphstep.strategies.iteration_state import Step
 from graphstep.strategies.optimizers_inside import OptimizersInside
 from graphstep.strategies.step_reads import StepReads
 
