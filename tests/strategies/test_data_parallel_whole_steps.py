@@ -31,7 +31,7 @@ BUILT_ON = ("the capture stream", "a stream of its own", "the default stream")
 @pytest.fixture(autouse=True)
 def one_process(device: torch.device) -> Iterator[None]:
     """A group of one: that reductions happen, the communication hook shows, which doubles gradients."""
-    backend = "nccl" if device.type == "cuda" else "gloo"
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
@@ -210,6 +210,27 @@ def test_wrapper_of_the_default_stream_is_set_up_again(monkeypatch: pytest.Monke
         assert (job.model.reducer is reducer) is not is_graphed
         for _ in range(2):
             job.note(job.step(job.batch()))
+        session.close()
+        jobs.append(job)
+    assert equal(*jobs)
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+def test_evaluation_between_steps(device: torch.device, options: str) -> None:
+    """The wrapper notes that its last forward was none of training, which is no change of the step."""
+    jobs = []
+    for is_graphed in (False, True):
+        session = GraphSession(device)
+        job = Job(device, session, "the default stream", OPTIONS[options])
+        step: Any = graphstep.graph_step(job.step, session=session) if is_graphed else job.step
+        torch.manual_seed(2)
+        for _ in range(NUM_STEPS):
+            job.note(step(job.batch()))
+            with torch.no_grad():
+                batch = job.batch()
+                job.note(job.model(batch["tokens"], batch["labels"]))
+        if is_graphed:
+            assert was_captured(step.report(), device, "the default stream"), step.report().rows[0].eager_calls
         session.close()
         jobs.append(job)
     assert equal(*jobs)

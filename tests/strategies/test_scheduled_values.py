@@ -25,7 +25,9 @@ class Job:
         self.model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4)).to(device, dtype)
         weight_decay = 0.0 if decays_in_the_step else 0.125
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=2.0**-6, weight_decay=weight_decay, fused=True)
-        self.scaler = torch.amp.GradScaler(device.type, init_scale=2.0**8, growth_interval=4)
+        # torch unscales no bfloat16 gradients on a GPU.
+        has_scaler = dtype != torch.bfloat16
+        self.scaler = torch.amp.GradScaler(device.type, init_scale=2.0**8, growth_interval=4, enabled=has_scaler)
         self.clip = torch.tensor(0.5, device=device)
         self.kept = torch.tensor(1.0, device=device)
         """What weight decay leaves of a weight."""

@@ -390,7 +390,7 @@ def _walk(modules: Iterable[Named], callables: Iterable[tuple[str, Any]] = (), p
     """Note everything, the nearest first, and each object once."""
     modules, places = list(modules), list(places)
     found = _Noted()
-    own = frozenset(vars(nn.Module()))
+    own = frozenset(vars(nn.Module())) | torch_private.OF_DATA_PARALLEL
     seen = {id(module) for _, module in modules}
     level: list[tuple[str, Any]] = []
     for index, (path, module) in enumerate(modules):

@@ -305,7 +305,10 @@ class CudaEngine:
         try:
             with self.capture_stream():
                 with cuda_pools.allocating_in(found.pool, self._device):
-                    result = function()
+                    try:
+                        result = function()
+                    finally:  # What other streams use of the pool counts as used no more when the body ends.
+                        torch.cuda.synchronize(self._device)
                 kept = copied(result)
                 del result
             return kept
@@ -317,16 +320,17 @@ class CudaEngine:
         if cuda_pools.blocks_in_use(found.pool) <= before:
             return
         gc.collect()
-        for _ in range(2):  # The allocator marks what other streams have used, and looks at the marks the next time.
-            torch.cuda.synchronize(self._device)
-            torch.empty(1, device=self._device)
+        torch.cuda.synchronize(self._device)
+        torch.empty(1, device=self._device)  # Has the allocator look at what other streams have used.
         if cuda_pools.blocks_in_use(found.pool) <= before:
             return
         self._lends_pools = False
         for recording, own in list(self._recordings.items()):
             if own is found:
                 recording.close()
-        self._spoilt.append(self._lanes.pop(lane))
+        self._lanes.pop(lane)
+        found.anchor.reset()  # What is left keeps its memory; the rest of the pool is free now.
+        torch.cuda.empty_cache()
 
     def borrowed_view(self, tensor: Tensor) -> Tensor:
         """A detached tensor over the same memory that does not keep it from the pool."""

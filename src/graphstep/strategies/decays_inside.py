@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+
+from graphstep.strategies.fused_decay import Formula, formula_of_kernel
 
 Key = tuple[int, int]
 """An optimizer, by identity, and the position of a group in it."""
@@ -19,10 +21,10 @@ class DecaysInside:
     """Lets a graph follow the weight decay of AdamW and its relatives, which take it as a number of the host.
 
     Their decay is the first thing that a step does to the weights and to nothing else, so it can be done just before
-    the step, which is told that there is none. The product with the learning rate is computed in double precision, as
-    Python does. Optimizers made of single operations decay like this always. The fused kernel does it by itself at no
-    cost, so there it is done only once the number has been seen to change; and only for float32 and float64, as the
-    kernel does not round half-precision weights between decay and update.
+    the step, which is told that there is none. Optimizers made of single operations decay like this always. The fused
+    kernel does it by itself at no cost, so there it is done only once the number has been seen to change; and only for
+    float32 and float64, as the kernel does not round half-precision weights between decay and update. How it rounds
+    differs between devices and versions of torch: :func:`formula_of_kernel` finds out.
 
     Args:
         optimizers: those of the step.
@@ -38,6 +40,7 @@ class DecaysInside:
         """The number in the latest body of :meth:`on_device`."""
         self._scheduled: set[Key] = set()
         """Groups whose number has changed from one body to the next, or after a capture."""
+        self._formulas: dict[torch.dtype, Formula | None] = {}
         self._done: dict[Key, tuple[Optimizer, int]] = {}
         """Groups that have decayed like this in the latest body of :meth:`on_device`."""
 
@@ -56,12 +59,8 @@ class DecaysInside:
         self._scheduled.add((id(optimizer), index))
 
     @contextmanager
-    def on_device(self, rates: Collection[int]) -> Iterator[None]:
-        """Decay from numbers on the device in the steps of the body.
-
-        Args:
-            rates: identities of the learning rates that are tensors only for the time of the body.
-        """
+    def on_device(self) -> Iterator[None]:
+        """Decay from numbers on the device in the steps of the body, where learning rates are there too."""
         self._done = {}
         for optimizer in self._optimizers:  # Here, since the body may be a capture.
             for index, group in enumerate(optimizer.param_groups):
@@ -69,7 +68,7 @@ class DecaysInside:
                 if self._seen.setdefault((id(optimizer), index), number) != number:
                     self._scheduled.add((id(optimizer), index))
                 self._seen[id(optimizer), index] = number
-                if self._is_done_here(optimizer, index, group, rates):
+                if self._is_done_here(optimizer, index, group):
                     self._write(optimizer, index)
         aside: list[tuple[dict[str, Any], float]] = []
 
@@ -83,9 +82,10 @@ class DecaysInside:
                 return  # A closure computes gradients first, with weights that have not decayed.
             for index, group in enumerate(optimizer.param_groups):
                 key, number = (id(optimizer), index), group.get("weight_decay")
-                if not self._is_done_here(optimizer, index, group, rates) or self._written.get(key) != number:
+                if not self._is_done_here(optimizer, index, group) or self._written.get(key) != number:
                     continue
-                _decay(optimizer, group, self._numbers[key], is_number=id(group["lr"]) in rates)
+                formula = self._formula_of(group) if group.get("fused") else None
+                _decay(optimizer, group, self._numbers[key], formula)
                 self._done[key] = optimizer, index
                 aside.append((group, group["weight_decay"]))
                 group["weight_decay"] = 0.0
@@ -114,55 +114,51 @@ class DecaysInside:
         self._numbers[key].fill_(value or _NONE)
         self._written[key] = value
 
-    def _is_done_here(self, optimizer: Optimizer, index: int, group: dict[str, Any], rates: Collection[int]) -> bool:
-        number, rate = group.get("weight_decay"), group.get("lr")
-        if not group.get("decoupled_weight_decay") or isinstance(number, Tensor) or not isinstance(rate, Tensor):
+    def _is_done_here(self, optimizer: Optimizer, index: int, group: dict[str, Any]) -> bool:
+        number = group.get("weight_decay")
+        if not group.get("decoupled_weight_decay") or isinstance(number, Tensor):
+            return False
+        if not isinstance(group.get("lr"), Tensor):
             return False
         is_scheduled = (id(optimizer), index) in self._scheduled
         types = {parameter.dtype for parameter in group["params"]}
         if group.get("fused"):
-            return is_scheduled and types <= {torch.float32, torch.float64}
-        if id(rate) not in rates:
-            return types == {torch.float32} and (is_scheduled or number != 0)
+            return is_scheduled and len(types) == 1 and self._formula_of(group) is not None
         return not any(kind.is_complex for kind in types) and (is_scheduled or number != 0)
 
+    def _formula_of(self, group: dict[str, Any]) -> Formula | None:
+        """How the fused kernel decays weights of the type of the group, if it is known."""
+        kind = next((parameter.dtype for parameter in group["params"]), None)
+        if kind not in _FUSED:
+            return None
+        if kind not in self._formulas:
+            self._formulas[kind] = formula_of_kernel(kind, self._device)
+        return self._formulas[kind]
 
-def _decay(optimizer: Optimizer, group: dict[str, Any], number: Tensor, *, is_number: bool) -> None:
+
+def _decay(optimizer: Optimizer, group: dict[str, Any], number: Tensor, formula: Formula | None) -> None:
     """Do what the step of a group would do first.
 
     Args:
         optimizer: for what a gradient scaler has told it.
-        group: with parameters of its own.
+        group: with its learning rate in a tensor.
         number: its weight decay.
-        is_number: whether its learning rate is a number for the user, with which Python computes in double precision.
+        formula: of the fused kernel; else what torch does with a learning rate in a tensor.
     """
     rate, parameters = group["lr"].reshape(()), [each for each in group["params"] if each.grad is not None]
     if not parameters:
         return
     with torch.no_grad():
-        if not is_number and not group.get("fused"):
+        if formula is None:
             torch._foreach_mul_(parameters, 1 - rate * number.to(rate.dtype))
             return
-        product = number * rate.double()
-        overflow = getattr(optimizer, "found_inf", None) if group.get("fused") else None
+        overflow = getattr(optimizer, "found_inf", None)
         if isinstance(overflow, Tensor):  # Of a gradient scaler: the kernel leaves the weights as they are then.
-            product = torch.where(overflow.reshape(()) == 1, _NONE, product)
-        if group.get("fused") and product.device.type == "cuda":
-            # The kernel subtracts in double precision, product and difference rounded once, and rounds to the weight.
-            factor = product.reshape(1)
-            for parameter in parameters:
-                torch.addcmul(parameter, parameter, factor, value=-1, out=parameter)
-            return
-        kept = 1 - product
-        if all(parameter.dtype == torch.float32 for parameter in parameters):
-            torch._foreach_mul_(parameters, kept.float())
-            return
-        # Of one dimension, so that the product is not rounded to half precision before it is used.
-        single, double = kept.float().reshape(1), kept.reshape(1)
-        for parameter in parameters:
-            parameter.mul_(double if parameter.dtype == torch.float64 else single)
+            number = torch.where(overflow.reshape(()) == 1, _NONE, number)
+        formula(parameters, rate, number)
 
 
+_FUSED: Final = frozenset({torch.float32, torch.float64})
 _DECOUPLED: Final = (torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam)
 _NONE: Final = -0.0
 """As a product it changes no weight at all; 0.0 would take the sign of a weight that is -0.0."""

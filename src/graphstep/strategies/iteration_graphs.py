@@ -24,7 +24,7 @@ from graphstep.errors import CaptureError, InputMismatchError
 from graphstep.strategies.iteration_gradients import StepGradients
 from graphstep.strategies.iteration_refusals import (
     RETURNS_OTHERS,
-    has_wrapper,
+    is_wrapped,
     least_warmup,
     parts_not_captured,
     refused,
@@ -41,6 +41,8 @@ LANE: Final = "iterations"
 """Whole iterations share memory with each other, and not with graphs of parts of one, which others run between."""
 _WARNED_AFTER = 3
 """Captures anew, after something has changed that a graph has fixed, from which on they are warned of."""
+_MOST_LOOKS = 2
+"""Eager runs more before a capture, after changes since the last one."""
 _MOST_GIVEN_UP = 1000
 _MOST_DIFFERENCES = 3
 
@@ -135,6 +137,7 @@ class IterationGraphs:
                     self._make_room(key, captured=True, number=self._max_graphs - 1)
                     iteration.static.load(batch)
                     iteration.graph = self._capture(step, iteration, stats)
+                    iteration.num_looked_again = 0
             except Exception as error:
                 if self._policy is CapturePolicy.required:
                     raise
@@ -267,7 +270,11 @@ class IterationGraphs:
     def _look_again_if_changed(self, iteration: Iteration, step: Step) -> None:
         """What the last run has shown is not what a capture would do, if something has changed since."""
         changed = iteration.last_run.changed() if iteration.last_run is not None else []
-        if changed:
+        if not changed and iteration.gradients.uses_and_replaces():
+            # What was there may have been of other runs: one that begins with what this step leaves tells.
+            changed = ["gradients"]
+        if changed and iteration.num_looked_again < _MOST_LOOKS:
+            iteration.num_looked_again += 1
             iteration.num_eager = self._warmup_of(step) - 1
             iteration.why_eager = f"warmup after a change of {changed[0]}"
 
@@ -332,7 +339,10 @@ class IterationGraphs:
                 parameters = step.optimizers.parameters()
                 result, is_set_up_again = self._leaf_streams.run(run, self._all_modules(step), parameters)
             else:
-                result = self._session.engine.run_on_pool(run, lane=self._lane_of(step), copied=copies_of)
+                # Collectives hold memory for longer than their call.
+                has_wrapper = is_wrapped(with_children(step.modules), self._session.device)
+                lane = "" if has_wrapper else self._lane_of(step)
+                result = self._session.engine.run_on_pool(run, lane=lane, copied=copies_of)
             result = iteration.static.copied_out(result)
         iteration.num_eager += 1
         if iteration.attributes is not None:
@@ -378,11 +388,12 @@ class IterationGraphs:
             watched.put_back()
             before.put_back()
             gradients.forget()
-            if not isinstance(error, CaptureError) or not has_wrapper(modules, self._session.device):
+            if not isinstance(error, CaptureError) or not is_wrapped(modules, self._session.device):
                 raise
             raise told_of_wrapper(error, self._leaf_streams.problem) from error
         attributes.ignore_changed()
-        is_evaluation = not observation.leaves and not len(step.optimizers)
+        # What gives no gradients computes the same whichever parameters are frozen.
+        is_evaluation = iteration.last_run is not None and not gradients.are_filled() and not len(step.optimizers)
         now = self._session.watch(step.modules, observation.leaves, may_be_frozen=is_evaluation)
         return Captured(recording, structure, tensors, now, attributes, step.optimizers.noted())
 

@@ -52,7 +52,7 @@ def parts_not_captured(modules: Sequence[Named], places: Sequence[Place], where:
     return None
 
 
-def has_wrapper(modules: Sequence[Named], device: torch.device) -> bool:
+def is_wrapped(modules: Sequence[Named], device: torch.device) -> bool:
     """True if DistributedDataParallel is a part of the step, and there are streams it may have been built on."""
     return device.type == "cuda" and any(isinstance(module, DistributedDataParallel) for _, module in modules)
 
@@ -63,7 +63,7 @@ def least_warmup(modules: Sequence[Named], device: torch.device) -> int:
     In its first ten forwards DistributedDataParallel waits for timings on the host (torch's notes on CUDA graphs ask
     for eleven eager iterations).
     """
-    return WARMUP_OF_WRAPPER if has_wrapper(with_children(modules), device) else 0
+    return WARMUP_OF_WRAPPER if is_wrapped(with_children(modules), device) else 0
 
 
 def told_of_wrapper(error: CaptureError, problem: str | None) -> CaptureError:

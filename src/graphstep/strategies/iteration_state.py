@@ -68,6 +68,7 @@ class Iteration:
     """As they were before that run."""
     last_run: LastRun | None = None
     """How things were after it."""
+    num_looked_again: int = 0
     graph: Captured | None = None
     num_recaptures: int = 0
 

@@ -76,7 +76,7 @@ class OptimizersInside:
         """
         put = self._put_rates()
         try:
-            with self._decays.on_device({id(rate) for _, _, rate, _ in put}):
+            with self._decays.on_device():
                 yield
         finally:
             for group, number, rate, version in put:
