@@ -87,9 +87,11 @@ class GradientHomes:
             self._shared[id(leaf)] = known
         if leaf.grad is None:
             self._is_new.add(id(leaf))
+            give_memory(known)
             known.tensor.zero_()
             show(known)
         elif leaf.grad is not known.shown:
+            give_memory(known)
             known.tensor.copy_(leaf.grad)
             show(known)
         return known

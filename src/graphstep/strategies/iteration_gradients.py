@@ -140,10 +140,6 @@ class StepGradients:
         """True if the run that was learned from gave gradients to something."""
         return bool(self._filled or self._kinds.dropped or self._kinds.replaced)
 
-    def uses_and_replaces(self) -> bool:
-        """True if the run that was learned from used gradients from before it, and then put others in their place."""
-        return bool(self._kinds.replaced)
-
     # ----- around a capture
 
     def ready(self, leaves: Iterable[Tensor], where: str) -> None:

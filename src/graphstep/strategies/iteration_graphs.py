@@ -270,9 +270,6 @@ class IterationGraphs:
     def _look_again_if_changed(self, iteration: Iteration, step: Step) -> None:
         """What the last run has shown is not what a capture would do, if something has changed since."""
         changed = iteration.last_run.changed() if iteration.last_run is not None else []
-        if not changed and iteration.gradients.uses_and_replaces():
-            # What was there may have been of other runs: one that begins with what this step leaves tells.
-            changed = ["gradients"]
         if changed and iteration.num_looked_again < _MOST_LOOKS:
             iteration.num_looked_again += 1
             iteration.num_eager = self._warmup_of(step) - 1
