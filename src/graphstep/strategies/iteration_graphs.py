@@ -343,7 +343,9 @@ class IterationGraphs:
             result = iteration.static.copied_out(result)
         iteration.num_eager += 1
         if iteration.attributes is not None:
-            iteration.last_run = LastRun(iteration.attributes.again(), step.optimizers, self._all_modules(step))
+            modules = self._all_modules(step) if iteration.gradients.are_filled() else ()
+            leaves = (p for module in modules for p in module._parameters.values() if p is not None)
+            iteration.last_run = LastRun(iteration.attributes.again(), step.optimizers, leaves)
             iteration.attributes = None
         if is_set_up_again:
             for each in self._iterations.values():

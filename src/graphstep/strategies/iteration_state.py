@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from graphstep.capture.attributes import Attributes
 from graphstep.capture.manifest import Watched
@@ -79,14 +79,13 @@ class LastRun:
     Args:
         attributes: of the modules and of what else the step reads, as they are after the run.
         optimizers: of the step.
-        modules: all modules.
+        leaves: parameters of which it matters whether they want a gradient.
     """
 
-    def __init__(self, attributes: Attributes, optimizers: OptimizersInside, modules: Iterable[nn.Module]) -> None:
+    def __init__(self, attributes: Attributes, optimizers: OptimizersInside, leaves: Iterable[Tensor]) -> None:
         self._attributes = attributes
         self._optimizers = optimizers.noted()
-        own = (parameter for module in modules for parameter in module._parameters.values() if parameter is not None)
-        self._wants_gradient = [(each, each.requires_grad) for each in (*own, *optimizers.parameters())]
+        self._wants_gradient = [(each, each.requires_grad) for each in (*leaves, *optimizers.parameters())]
 
     def changed(self) -> list[str]:
         """Names what is not as it was. Rates and decays do not count."""
