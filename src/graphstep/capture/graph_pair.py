@@ -148,6 +148,11 @@ class GraphPair:
         self._aliases = ParameterAliases(region.modules)
         self._saved = SavedTensors()
 
+    def static_tensors(self) -> list[Tensor]:
+        """Inputs that are copied to before each replay."""
+        elsewhere = {*self.in_place, *self.chained}
+        return [tensor for position, tensor in enumerate(self.inputs) if position not in elsewhere]
+
     # ----- capture
 
     def warm_up(self, num_runs: int) -> None:
@@ -197,6 +202,7 @@ class GraphPair:
     def note_forward(self, recording: Recording | None) -> None:
         """The forward half is captured; ``None``: together with that of the pair before."""
         self.forward, self.is_forward_captured = recording, True
+        self.session.note_static(self)
         self.differentiable = tuple(output.requires_grad for output in self.outputs)
 
     def note_backward(self, recording: Recording | None) -> None:
@@ -228,6 +234,11 @@ class GraphPair:
             return []
         handed = [output for _, output in following.chained.values()] if following is not None else ()
         return not_reached(self.trained, self._reached, given, handed)
+
+    @property
+    def not_reached_may_differ(self) -> bool:
+        """True if which parameters get a gradient depends on which results have one."""
+        return bool(self._reached)
 
     def run_backward(self) -> list[Tensor | None]:
         """Run the backward half while it is recorded; gives the gradients of inputs and of what autograd is to add."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
@@ -39,6 +39,9 @@ class Recording(Protocol):
             LifecycleError: the recording is closed, or another capture is under way in this thread.
         """
 
+    def launcher(self) -> Callable[[], object]:
+        """What replays at the least cost, without looking whether it may: for a caller that is not in a capture."""
+
     def release_result(self) -> None:
         """Forget what the captured function returned. The memory stays valid for replays."""
 
@@ -65,6 +68,14 @@ class Engine(Protocol):
     @property
     def pool_bytes(self) -> int:
         """Bytes held for recordings that are not closed."""
+
+    @property
+    def lane_bytes(self) -> Mapping[Hashable, int]:
+        """The same by lane. Slow: for reports."""
+
+    @property
+    def workspace_bytes(self) -> int:
+        """Bytes that libraries have set aside for captures; they are not part of the pool."""
 
     def capture(
         self,

@@ -75,8 +75,7 @@ class CapturedChains:
 
     def drop_all(self, calls: RegionCalls, regions: Mapping[Region, RegionCalls]) -> None:
         """Forget everything that a region has graphs for."""
-        if calls.pending is not None:
-            calls.pending.drop()
+        calls.expect_nothing()
         for generation in calls.generations:
             for links in list(generation.links.values()):
                 for chain, _ in list(links):
@@ -87,6 +86,7 @@ class CapturedChains:
         """Forget a chain and close its recordings. The gradients stay where they are."""
         for pair in chain.pairs:
             calls = regions[pair.region]
+            calls.starts = ()
             for generation in calls.generations:
                 links = [link for link in generation.links.get(pair.signature, []) if link[0] is not chain]
                 if links:

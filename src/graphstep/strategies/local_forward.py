@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -17,18 +18,28 @@ class InstalledForward:
 
     def __init__(self, module: nn.Module, forward: Callable[..., Any], own: Callable[..., Any]) -> None:
         self._module, self._forward, self._own = module, forward, own
+        self._entry = forward
+
+    def enter_by(self, entry: Callable[..., Any] | None) -> None:
+        """Call this in place of the captured forward, which it calls itself where it has to; ``None``: no longer."""
+        self._entry = self._forward if entry is None else entry
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
         """Run the captured module; under ``torch.compile`` what it stands for."""
         if torch.compiler.is_compiling():
             return self._own(*arguments, **named)
-        return self._forward(*arguments, **named)
+        return self._entry(*arguments, **named)
 
     def __getattr__(self, name: str) -> Any:
         """What the captured forward offers besides being called, such as ``reset``."""
         if name.startswith("_"):
             raise AttributeError(name)
         return getattr(self._forward, name)
+
+    @property
+    def own(self) -> Callable[..., Any]:
+        """The forward that it stands for."""
+        return self._own
 
     def runs(self, forward: Callable[..., Any]) -> bool:
         """True if it stands for this one."""
@@ -52,6 +63,19 @@ class OwnForward:
 def has_graphs(module: nn.Module) -> bool:
     """True while a strategy has replaced the forward of a module."""
     return isinstance(module.__dict__.get("forward"), InstalledForward)
+
+
+@contextmanager
+def graphs_left_out(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """In the body captured modules run their own forward, and their strategy is not told. Nothing may be in flight."""
+    installed = [(module, module.__dict__["forward"]) for module in modules if has_graphs(module)]
+    for module, forward in installed:
+        module.__dict__["forward"] = forward.own
+    try:
+        yield
+    finally:
+        for module, forward in installed:
+            module.__dict__["forward"] = forward
 
 
 def own_forward(module: nn.Module) -> Callable[..., Any]:

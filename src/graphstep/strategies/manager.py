@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from types import TracebackType
 from typing import Any, ClassVar, Final
@@ -27,14 +29,17 @@ from graphstep.capture.session import GraphSession
 from graphstep.capture.signature import Signature
 from graphstep.config import CapturePolicy, CudaGraphConfig, CudaGraphImpl, MismatchPolicy
 from graphstep.errors import CaptureError, ConfigError, StaleAddressError
+from graphstep.native.build import Build
 from graphstep.strategies.boundary import StepBoundary
 from graphstep.strategies.captured_chains import CapturedChains
 from graphstep.strategies.eager_parts import eager_parts, in_no_layer
 from graphstep.strategies.local_calls import RegionCalls
 from graphstep.strategies.local_capture import Order, RegionFailedError, capture_chains, gradients_through_autograd
+from graphstep.strategies.local_forward import graphs_left_out
 from graphstep.strategies.local_layers import GraphedModule, Named, graphed_layers, graphed_modules
 from graphstep.strategies.local_observed import ObservedCalls
 from graphstep.strategies.local_problems import modules_and_regions, nothing_to_capture, other_strategy
+from graphstep.strategies.relays import add_relay, add_starts
 from graphstep.strategies.settled import settle, tensors_kept
 
 _MAX_COUNTED: Final = 64
@@ -112,6 +117,8 @@ class CudaGraphManager:
         self._model = model
         self._is_automatic = is_automatic
         self._boundary = StepBoundary(model.parameters())
+        self._build = Build(os.environ)
+        self._is_built_later = self._build.is_under_way
         self._watched: Watched | None = None
         self._watched_of: WeakKeyDictionary[Chain, Watched] = WeakKeyDictionary()
         self._lanes = Lanes()
@@ -169,6 +176,9 @@ class CudaGraphManager:
         self._num_unchecked += 1
         if self._num_open and self._num_unchecked < _MAX_UNCHECKED:
             return
+        if self._watched is not None and self._is_built_later and self._build.poll() is not None and not self._num_open:
+            self._is_built_later = False
+            self._use_fast_path()
         self._num_unchecked = 0
         if self._watched is None:
             return
@@ -364,6 +374,23 @@ class CudaGraphManager:
             self._regions[region].captured()
         for pair in (pair for chain in chains for pair in chain.pairs):
             as_before(pair.left, before[pair.region])
+        self._use_fast_path()
+
+    def _use_fast_path(self) -> None:
+        """Hand the common case of all chains to the compiled part, if it is there by now."""
+        fast = self._build.poll()
+        if fast is None:
+            return
+        for module in self._modules:
+            module.use(fast)
+        chains = {chain for calls in self._regions.values() for chain, _ in calls.all_links()}
+        for chain in chains:
+            add_relay(fast, chain, self._regions)
+        for calls in self._regions.values():
+            add_starts(fast, calls)
+        for watched in (self._watched, *self._watched_of.values()):
+            if watched is not None:
+                watched.fast.speed_up(fast)
 
     def _check_attributes(self) -> None:
         """Have each region find the graphs that were captured with attributes as they are now."""
@@ -379,6 +406,30 @@ class CudaGraphManager:
             for pair in chain.pairs:
                 pair.release()
                 pair.homes.forget()
+
+    # ----- beside the graphs
+
+    @property
+    def model(self) -> nn.Module:
+        """The whole model, as the loop calls it."""
+        return self._model
+
+    def eagerly(self) -> AbstractContextManager[None]:
+        """In the body everything runs as it is, and nothing is observed or counted. Nothing may be in flight."""
+        self.session.settle_ahead()
+        return graphs_left_out(self._model.modules())
+
+    def reset_cuda_graph(self) -> None:
+        """Drop all graphs; the next step is observed, and captured after it. Nothing may be in flight."""
+        self.session.require_open()
+        self.session.settle_ahead()
+        for calls in self._regions.values():
+            self._chains.drop_all(calls, self._regions)
+            calls.forget(EagerReason.NOT_CAPTURED_YET)
+        self.observer, self._watched = PlanObserver(), None
+        self.observed.forget()
+        self._hits.clear()
+        self._boundary.clear()
 
     # ----- report and end
 
