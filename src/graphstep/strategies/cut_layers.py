@@ -21,6 +21,7 @@ from graphstep.hugging_face.cut_forward import CutForward, Handed, UncutError
 from graphstep.hugging_face.forward_code import submodules_in_turn
 from graphstep.hugging_face.recording import COLLECTED, Collected, collected_names, collecting, hand_on
 from graphstep.hugging_face.structure import FoundLayer, Part
+from graphstep.hugging_face.unused_cache import UnusedCache
 from graphstep.strategies.local_calls import RegionCalls
 from graphstep.strategies.local_layers import GraphedModule, MakeCalls
 
@@ -41,9 +42,11 @@ class CutLayer(GraphedModule):
         kinds: Sequence[CudaGraphModule],
         make_calls: MakeCalls,
         *,
+        cache: UnusedCache | None,
         is_required: bool,
     ) -> None:
         self.module = layer.module
+        self._cache = cache
         self._own = self.module.__dict__.get("forward")
         self._is_required = is_required
         self._is_broken = False
@@ -111,6 +114,8 @@ class CutLayer(GraphedModule):
             return self._eager(EagerReason.EVALUATION, arguments, named)
         if self._is_broken:
             return self._eager(EagerReason.CAPTURE_FAILED, arguments, named)
+        if self._cache is not None and self._cache.is_unused:
+            arguments, named = self._cache.without_cache(arguments, named)
         if not (_are_plain(arguments) and _are_plain(named.values())):
             return self._eager(EagerReason.STATEFUL_ARGUMENT, arguments, named)
         if not arguments:

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
-from typing import Any
 
-import torch
 from torch import nn
 
 from graphstep.capture.report import EagerPart
 from graphstep.config import CudaGraphModule
 from graphstep.errors import ConfigError, Problem
 from graphstep.hugging_face.structure import FoundLayer, Part, find_layers, is_hugging_face, why_not_static
+from graphstep.hugging_face.unused_cache import UnusedCache
 from graphstep.strategies.cut_layers import CutLayer
 from graphstep.strategies.local_forward import forward_problem
 from graphstep.strategies.local_layers import GraphedModule, MakeCalls
@@ -38,16 +37,16 @@ def found_layers(
     if problems:
         raise ConfigError(problems)
     paths = {id(module): path for path, module in model.named_modules()}
+    watches = _cache_watches(model, layers)
     graphed: list[GraphedModule] = []
     eager: list[EagerPart] = []
     for layer in layers:
         holes, kinds = _chosen(layer, modules)
         eager += [_eager_part(layer, hole, modules) for hole in holes]
         if kinds:
-            graphed.append(CutLayer(paths, layer, holes, kinds, make_calls, is_required=is_required))
-    if graphed:
-        graphed += [NoCacheInTraining(owner) for owner in _owners(model, layers)]
-    return tuple(graphed), tuple(eager)
+            watch = watches.get(_owner_path(layer))
+            graphed.append(CutLayer(paths, layer, holes, kinds, make_calls, cache=watch, is_required=is_required))
+    return (*graphed, *(map(CacheWatch, watches.values()) if graphed else ())), tuple(eager)
 
 
 def _chosen(layer: FoundLayer, modules: Sequence[CudaGraphModule]) -> tuple[list[Part], list[CudaGraphModule]]:
@@ -110,26 +109,28 @@ def _list_in(module: nn.Module) -> nn.Module:
     return next((m for m in module.modules() if isinstance(m, nn.ModuleList)), module)
 
 
-def _owners(model: nn.Module, layers: Sequence[FoundLayer]) -> list[nn.Module]:
-    """The modules that run the layers and can make a cache for them."""
+def _owner_path(layer: FoundLayer) -> str:
+    """Path of the module that has the list with the layer."""
+    return ".".join(layer.path.split(".")[:-2])
+
+
+def _cache_watches(model: nn.Module, layers: Sequence[FoundLayer]) -> dict[str, UnusedCache]:
+    """One for each module that runs layers and can make a cache for them, by its path."""
     known = dict(model.named_modules())
-    found: dict[int, nn.Module] = {}
-    for layer in layers:
-        owner = known[layer.path.rsplit(".", maxsplit=2)[0] if layer.path.count(".") > 1 else ""]
-        if "use_cache" in inspect.signature(type(owner).forward).parameters:
-            found[id(owner)] = owner
-    return list(found.values())
+    owners = {path: known[path] for path in map(_owner_path, layers)}
+    return {
+        path: UnusedCache(owner)
+        for path, owner in owners.items()
+        if "use_cache" in inspect.signature(type(owner).forward).parameters
+    }
 
 
-class NoCacheInTraining(GraphedModule):
-    """Has a model make no cache of keys and values in training unless its caller says so by ``use_cache=True``.
+class CacheWatch(GraphedModule):
+    """Sees to it that layers get no cache that nobody reads, while they are captured."""
 
-    Most configurations ask for one, also where nobody reads it; a graph could not fill it.
-    """
-
-    def __init__(self, module: nn.Module) -> None:
-        self.module = module
-        self._handle: Any = None
+    def __init__(self, watch: UnusedCache) -> None:
+        self.module = watch.module
+        self._watch = watch
 
     @property
     def regions(self) -> tuple[()]:
@@ -137,16 +138,9 @@ class NoCacheInTraining(GraphedModule):
         return ()
 
     def install(self) -> None:
-        """Put the hook on the model."""
-        self._handle = self.module.register_forward_pre_hook(_without_cache, with_kwargs=True)
+        """Begin to watch."""
+        self._watch.install()
 
     def remove(self) -> None:
-        """Take it off. May be called twice."""
-        if self._handle is not None:
-            self._handle.remove()
-
-
-def _without_cache(module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
-    if module.training and torch.is_grad_enabled() and named.get("use_cache") is None:
-        return arguments, {**named, "use_cache": False}
-    return None
+        """Watch no more. May be called twice."""
+        self._watch.remove()
