@@ -9,8 +9,10 @@ the same weights and data:
 - ``attach``          ``graphstep.attach(model)``: layers; those with experts up to the experts, and after them
 - ``attach_merged``   the same with ``merge_layers=0``: neighbouring layers are launched as one graph
 - ``attach_whole``    layers with experts as a whole, also merged
-- ``attach_model``    ``attach(model, regions={"": "model"})``: the whole forward of the model
+- ``attach_model``    ``attach(model, regions={"": "model"})``: the whole forward, after ``use_causal_attention(model)``
 - ``graph_step``      ``graphstep.graph_step`` around the step: one graph
+- ``graph_step_causal``  the same after ``use_causal_attention(model)``: without it, transformers makes a mask in captures
+- ``eager_causal``    the step as it is, after the same; losses and gradients equal those of ``eager``
 
 What is reported: time of a step issued back to back, of one with an idle device before it, and the host's part of it;
 launches, and the sum of the step's own kernels, from the profiler; peak memory; and whether losses and gradients of the
@@ -49,6 +51,7 @@ from torch import Tensor
 
 import graphstep
 from graphstep.config import CudaGraphConfig
+from graphstep.hugging_face import use_causal_attention
 
 NUM_COMPARED: Final = 6
 NUM_BATCHES: Final = 8
@@ -128,9 +131,12 @@ class Job:
     """The step, as it is. Subclasses capture it."""
 
     name = "eager"
+    is_causal = False
 
     def __init__(self, case: Case) -> None:
         self.model = case.new_model()
+        if self.is_causal:
+            use_causal_attention(self.model)
         self.gradients = FlatGradients(self.model)
         self.manager: Any = None
 
@@ -189,6 +195,7 @@ class AttachModelJob(AttachJob):
     """The whole forward of the model."""
 
     name = "attach_model"
+    is_causal = True
     regions = MappingProxyType({"": "model"})
 
 
@@ -216,9 +223,25 @@ class GraphStepJob(Job):
         super().close()
 
 
-JOBS: Final[Mapping[str, type[Job]]] = MappingProxyType(
-    {job.name: job for job in (Job, AttachJob, AttachMergedJob, AttachWholeJob, AttachModelJob, GraphStepJob)}
+class GraphStepCausalJob(GraphStepJob):
+    """One graph, attention without a mask."""
+
+    name = "graph_step_causal"
+    is_causal = True
+
+
+class EagerCausalJob(Job):
+    """No graph, attention without a mask."""
+
+    name = "eager_causal"
+    is_causal = True
+
+
+_JOBS: Final[tuple[type[Job], ...]] = (
+    *(Job, EagerCausalJob, AttachJob, AttachMergedJob, AttachWholeJob, AttachModelJob),
+    *(GraphStepJob, GraphStepCausalJob),
 )
+JOBS: Final[Mapping[str, type[Job]]] = MappingProxyType({job.name: job for job in _JOBS})
 
 
 def measure(job_class: type[Job], case: Case, given: Any, *, is_profiled: bool) -> dict[str, Any]:
@@ -230,9 +253,7 @@ def measure(job_class: type[Job], case: Case, given: Any, *, is_profiled: bool) 
     return {**found, "memory": asdict(meter.use)}
 
 
-def _measure(
-    job_class: type[Job], case: Case, given: Any, meter: MemoryMeter, *, is_profiled: bool
-) -> dict[str, Any]:
+def _measure(job_class: type[Job], case: Case, given: Any, meter: MemoryMeter, *, is_profiled: bool) -> dict[str, Any]:
     """The same, without the memory. What it made is gone when it returns."""
     device = case.device
     jobs: list[Job] = []

@@ -72,7 +72,9 @@ def _draws(func: Any, args: Any, kwargs: Any) -> bool:
         return False  # That of an attention with dropout repeats its mask from a seed that the forward saved.
     for position, argument in enumerate(func._schema.arguments):
         if argument.name == "dropout_p":
-            return bool((args[position] if position < len(args) else kwargs.get(argument.name, argument.default_value)) > 0)
+            return bool(
+                (args[position] if position < len(args) else kwargs.get(argument.name, argument.default_value)) > 0
+            )
     return True
 
 

@@ -60,4 +60,3 @@ def _accesses(instruction: dis.Instruction) -> Iterator[tuple[str, str]]:
         return
     values = instruction.argval if isinstance(instruction.argval, tuple) else (instruction.argval,)
     yield from zip(_PARTS.findall(name), map(str, values), strict=False)
-

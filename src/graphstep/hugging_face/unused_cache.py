@@ -48,7 +48,9 @@ class UnusedCache:
         while self._handles:
             self._handles.pop().remove()
 
-    def without_cache(self, arguments: tuple[Any, ...], named: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def without_cache(
+        self, arguments: tuple[Any, ...], named: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments of a layer without a cache that is empty and that nobody reads."""
         if not self.is_unused:
             return arguments, named

@@ -72,7 +72,9 @@ def _eager_part(layer: FoundLayer, hole: Part, modules: Sequence[CudaGraphModule
     if hole is layer.experts:
         return EagerPart(name, "experts", "experts run eagerly between graphs unless modules= names moe")
     if not modules:
-        return EagerPart(name, hole.kind, "its experts are no module of their own, so that it can only be eager as a whole")
+        return EagerPart(
+            name, hole.kind, "its experts are no module of their own, so that it can only be eager as a whole"
+        )
     return EagerPart(name, hole.kind, f"{hole.kind} is not among the modules {' '.join(modules)}")
 
 
