@@ -11,7 +11,7 @@ the same weights and data:
 - ``attach_whole``    layers with experts as a whole, also merged
 - ``attach_model``    ``attach(model, regions={"": "model"})``: the whole forward, after ``use_causal_attention(model)``
 - ``graph_step``      ``graphstep.graph_step`` around the step: one graph
-- ``graph_step_causal``  the same after ``use_causal_attention(model)``: without it, transformers makes a mask in captures
+- ``graph_step_causal``  the same after ``use_causal_attention(model)``: without it, a capture makes a mask
 - ``eager_causal``    the step as it is, after the same; losses and gradients equal those of ``eager``
 
 What is reported: time of a step issued back to back, of one with an idle device before it, and the host's part of it;

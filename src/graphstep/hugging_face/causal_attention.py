@@ -1,8 +1,8 @@
 """Causal attention without a mask, for whole steps of models of transformers as one graph.
 
 With its own implementations, transformers looks into masks and positions on the host to find out whether a mask is
-needed, and makes one in any case while it is captured: the graph then runs other kernels than the eager step, and slower
-ones. This implementation is the same scaled dot-product attention, always causal and never with a mask.
+needed, and makes one in any case while it is captured: the graph then runs other kernels than the eager step, and
+slower ones. This implementation is the same scaled dot-product attention, always causal and never with a mask.
 """
 
 from __future__ import annotations

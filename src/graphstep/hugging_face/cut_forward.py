@@ -2,10 +2,10 @@
 
 The first part runs the forward until it calls the first of these submodules (a *hole*) and leaves it by an exception.
 What was computed so far has been noted: the results of the submodules and of the functions of torch that the forward
-calls itself. A later part runs the same Python again from its beginning, and gets the noted results instead of computing
-them, up to the call of the hole, whose result it is given; from there on it computes. So every part is a function of
-tensors, and what the Python between them does is done by itself. A part returns those tensors only that a later one can
-still read: the arguments of the hole, and what lies in local variables that are read later.
+calls itself. A later part runs the same Python again from its beginning, and gets the noted results instead of
+computing them, up to the call of the hole, whose result it is given; from there on it computes. So every part is a
+function of tensors, and what the Python between them does is done by itself. A part returns those tensors only that a
+later one can still read: the arguments of the hole, and what lies in local variables that are read later.
 """
 
 from __future__ import annotations

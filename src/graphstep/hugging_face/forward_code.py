@@ -32,7 +32,7 @@ def submodules_in_turn(module: nn.Module) -> list[nn.Module]:
 
 
 def live_names(code: CodeType, position: int) -> set[str]:
-    """Local variables that the code may still read after the instruction at a position; rather too many than too few."""
+    """Local variables that the code may still read after the instruction at a position, rather too many of them."""
     found: set[str] = set()
     written: set[str] = set()
     is_straight = True

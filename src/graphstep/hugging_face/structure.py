@@ -1,7 +1,7 @@
 """Which modules of a model are layers, and which of their parts are attention, MLP, experts, router or Mamba mixer.
 
-Told by structure: a list of modules with norms beside attention, MLP or mixer; weights with one slice for each expert; a
-matrix with one row for each expert. No names of classes.
+Told by structure: a list of modules with norms beside attention, MLP or mixer; weights with one slice for each expert;
+a matrix with one row for each expert. No names of classes.
 """
 
 from __future__ import annotations
@@ -153,15 +153,15 @@ def why_not_static(experts: nn.Module) -> tuple[str, str] | None:
     """Why experts cannot be inside of a graph, and what to do; ``None`` if nothing is known to be in the way."""
     if _is_list(experts):
         return (
-            "its experts are a list of modules, each of which runs for as many rows as were routed to it: that number is "
-            "read on the host",
+            "its experts are a list of modules, each of which runs for as many rows as were routed to it: that number "
+            "is read on the host",
             "leave moe out of the modules, so that the experts run eagerly between graphs",
         )
     implementation = getattr(getattr(experts, "config", None), "_experts_implementation", "unknown")
     if implementation in _HOST_LOOP:
         return (
-            f"its experts run one after another in a loop on the host (experts_implementation={implementation!r}), each "
-            "for as many rows as were routed to it",
+            f"its experts run one after another in a loop on the host (experts_implementation={implementation!r}), "
+            "each for as many rows as were routed to it",
             "call model.set_experts_implementation('grouped_mm') before, or leave moe out of the modules",
         )
     return None

@@ -1,8 +1,8 @@
 """The cache of keys and values that models of transformers make in training too, where nobody reads it.
 
 Most configurations say ``use_cache=True``. A graph cannot fill the cache, so layers that are captured run without one,
-which gives the same result as long as it is empty, and the model then returns none. A caller who says ``use_cache=True``
-himself gets it; the layers run eagerly then.
+which gives the same result as long as it is empty, and the model then returns none. A caller who says
+``use_cache=True`` himself gets it; the layers run eagerly then.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ def is_cache(value: Any) -> bool:
 
 
 class UnusedCache:
-    """Watches the calls of a module that runs layers, and tells those whether the cache that they get is read by anybody.
+    """Watches the calls of a module that runs layers, and tells those whether anybody reads the cache that they get.
 
     It also has a plain causal model make that cache where the caller wants none, for the sake of the mask: without a
-    cache, transformers looks for several sequences in one row of positions, which it has just made itself, and waits for
-    the device to read what it has found.
+    cache, transformers looks for several sequences in one row of positions, which it has just made itself, and waits
+    for the device to read what it has found.
     """
 
     def __init__(self, module: nn.Module) -> None:

@@ -1,4 +1,4 @@
-"""Layers of other libraries' models, whose forward stays as it is: captured whole, or up to and after eager submodules."""
+"""Layers of other libraries' models, whose forward stays as it is: captured whole, or around eager submodules."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class CutLayer(GraphedModule):
         self._cut = CutForward(self.module, in_turn, layer.path)
         self._around = {id(m) for m in self._cut.around}
         names = {id(hole.module): hole.path for hole in holes}
-        self._calls: list[RegionCalls] = []
+        self._parts: list[RegionCalls] = []
         for number, inside in enumerate(self._modules_of_parts()):
             name = _name(layer.path, [names[id(hole)] for hole in in_turn], number)
             region = Region(
@@ -66,7 +66,7 @@ class CutLayer(GraphedModule):
                 modules=tuple(inside),
                 is_rest=bool(holes) and number == len(holes),
             )
-            self._calls.append(make_calls(region, [(paths.get(id(m), name), m) for m in inside]))
+            self._parts.append(make_calls(region, [(paths.get(id(m), name), m) for m in inside]))
 
     def _modules_of_parts(self) -> list[list[nn.Module]]:
         """For each part the modules that it runs: those on the way to an eager one belong to all of them."""
@@ -90,7 +90,7 @@ class CutLayer(GraphedModule):
     @property
     def regions(self) -> tuple[RegionCalls, ...]:
         """The parts."""
-        return tuple(self._calls)
+        return tuple(self._parts)
 
     def install(self) -> None:
         """Put this object in place of the layer's forward; it takes over what the layer's call does for recompute."""
@@ -129,11 +129,11 @@ class CutLayer(GraphedModule):
             if self._is_required:
                 raise
             self._is_broken = True
-            warnings.warn(f"{self._calls[0].region.name} runs eagerly: {error}", UserWarning, stacklevel=4)
+            warnings.warn(f"{self._parts[0].region.name} runs eagerly: {error}", UserWarning, stacklevel=4)
             return self._eager(EagerReason.CAPTURE_FAILED, arguments, named)
 
     def _in_parts(self, given: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        result = self._calls[0](given, *arguments, **named)
+        result = self._parts[0](given, *arguments, **named)
         part = 0
         while True:
             if isinstance(result, Collected):
@@ -143,7 +143,7 @@ class CutLayer(GraphedModule):
                 return result
             made = self._eager_part(self._cut.holes[result.hole], result.arguments, result.named)
             part += 1
-            result = self._calls[part]((made, result.script, result.live), *arguments, **named)
+            result = self._parts[part]((made, result.script, result.live), *arguments, **named)
 
     def _eager_part(self, hole: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
         if self._is_recomputed():
@@ -151,7 +151,7 @@ class CutLayer(GraphedModule):
         return hole(*arguments, **named)
 
     def _eager(self, reason: EagerReason, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        for calls in self._calls:
+        for calls in self._parts:
             calls.stats.eager_calls[reason] += 1
         return own_forward_of(self.module, self._own)(*arguments, **named)
 
