@@ -7,7 +7,6 @@ a matrix with one row for each expert. No names of classes.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -52,12 +51,9 @@ class FoundLayer:
 
 
 def is_hugging_face(model: nn.Module) -> bool:
-    """True for models of transformers, also inside of wrappers."""
-    return any(isinstance(getattr(m, "config", None), object) and _model_type(m) for m in model.modules())
-
-
-def _model_type(module: nn.Module) -> Any:
-    return isinstance(getattr(getattr(module, "config", None), "model_type", None), str)
+    """True for models of transformers, also inside of wrappers: some module has a configuration with a model type."""
+    configs = (getattr(module, "config", None) for module in model.modules())
+    return any(isinstance(getattr(config, "model_type", None), str) for config in configs)
 
 
 def find_layers(model: nn.Module) -> tuple[FoundLayer, ...]:
@@ -85,8 +81,8 @@ def _layer(path: str, layer: nn.Module) -> FoundLayer | None:
         if kind is None:
             continue
         parts.append(Part(kind, name, child))
-        if kind is CudaGraphModule.moe and child is not _experts_in(child)[1]:
-            below, module = _experts_in(child)
+        below, module = _experts_in(child)
+        if kind is CudaGraphModule.moe and child is not module:
             experts = Part(CudaGraphModule.moe, f"{name}.{below}", module) if not _is_list(module) else None
     has_mixing = any(part.kind in (CudaGraphModule.attn, CudaGraphModule.mamba) for part in parts)
     return FoundLayer(path, layer, tuple(parts), experts) if parts and (has_mixing or has_norm) else None
@@ -106,14 +102,25 @@ def _kind(module: nn.Module) -> CudaGraphModule | None:
 
 
 def _experts_in(module: nn.Module) -> tuple[str, Any]:
-    """Path and module of the experts in a module, itself included."""
+    """Path and module of the experts in a module, itself included, with wrappers around them; without the router."""
     for path, inner in module.named_modules():
         stacked = [p for p in inner._parameters.values() if p is not None and p.dim() == 3]
-        if len(stacked) >= 2 and len({p.shape[0] for p in stacked}) == 1:
-            return path, inner
+        number = stacked[0].shape[0] if len(stacked) >= 2 else 0
+        if number and all(p.shape[0] == number for p in stacked):
+            return _without_router(module, path, number)
         if _is_list(inner) and len(inner) > 1 and _are_alike(inner) and _has_rows(module, inner, len(inner)):
             return path, inner
     return "", None
+
+
+def _without_router(module: nn.Module, path: str, number: int) -> tuple[str, nn.Module]:
+    steps = path.split(".")
+    for length in range(1, len(steps) + 1):
+        prefix = ".".join(steps[:length])
+        inner = module.get_submodule(prefix)
+        if length == len(steps) or _has_rows(module, inner, number):
+            return prefix, inner
+    return path, module
 
 
 def _is_list(module: Any) -> bool:
@@ -157,7 +164,8 @@ def why_not_static(experts: nn.Module) -> tuple[str, str] | None:
             "is read on the host",
             "leave moe out of the modules, so that the experts run eagerly between graphs",
         )
-    implementation = getattr(getattr(experts, "config", None), "_experts_implementation", "unknown")
+    configs = [m.config for m in experts.modules() if hasattr(getattr(m, "config", None), "_experts_implementation")]
+    implementation = configs[0]._experts_implementation if configs else "unknown"
     if implementation in _HOST_LOOP:
         return (
             f"its experts run one after another in a loop on the host (experts_implementation={implementation!r}), "
@@ -165,8 +173,3 @@ def why_not_static(experts: nn.Module) -> tuple[str, str] | None:
             "call model.set_experts_implementation('grouped_mm') before, or leave moe out of the modules",
         )
     return None
-
-
-def modules_in_list(layers: Sequence[FoundLayer]) -> Iterator[CudaGraphModule]:
-    """The kinds of parts that some layer has, each once."""
-    yield from dict.fromkeys(kind for layer in layers for kind in sorted(layer.kinds))
