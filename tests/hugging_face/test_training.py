@@ -194,12 +194,12 @@ def test_evaluation_between_the_steps(device: torch.device) -> None:
 
 
 def test_autocast(device: torch.device) -> None:
-    def script(loop: Loop) -> None:
-        with torch.autocast(device.type, torch.bfloat16):
-            steps(5)(loop)
+    def prepare(model: Any) -> Any:
+        model.forward = torch.autocast(device.type, torch.bfloat16)(model.forward)
+        return model
 
     for family in ("llama", "qwen3_moe"):
-        report = twins(family, device, script)
+        report = twins(family, device, steps(5), prepare=prepare)
         assert all(row.num_replays == 4 for row in report.rows)
 
 

@@ -37,8 +37,25 @@ class Handed:
     script: int
     """What was noted so far, by its number."""
     arguments: tuple[Any, ...]
+    """Of the hole. A tensor that the forward was given is a :class:`Given`: it is not made by the part."""
     named: dict[str, Any]
+    has_given: bool
     live: tuple[Tensor, ...]
+
+    def call_of(self, first: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, Any]:
+        """The arguments of the hole, with those of the forward in their places."""
+        if not self.has_given:
+            return self.arguments, self.named
+        tensors = [first, *flatten((arguments, named))[0]]
+
+        def put(value: Any) -> Any:
+            return tensors[value] if isinstance(value, Given) else value
+
+        return _mapped(self.arguments, put), _mapped(self.named, put)
+
+
+class Given(int):
+    """The number of a tensor among the arguments of the forward."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +152,21 @@ class CutForward:
         if number is None:
             number = self._numbers[script] = len(self._scripts)
             self._scripts.append(script)
-        return Handed(reached.hole, number, reached.arguments, reached.named, tuple(found.values()))
+        # The first argument, handed on, gets memory of its own, as a replay returns it: whoever watches the calls would
+        # take it for the result of the call before.
+        live = tuple(tensor.clone() if ref == 0 else tensor for ref, tensor in found.items())
+        has_given = False
+
+        def given(value: Any) -> Any:
+            nonlocal has_given
+            ref = run.refs.get(id(value)) if isinstance(value, Tensor) else None
+            if ref is None or ref > run.num_others:
+                return value
+            has_given = True
+            return Given(ref)
+
+        arguments, named = _mapped(reached.arguments, given), _mapped(reached.named, given)
+        return Handed(reached.hole, number, arguments, named, has_given, live)
 
     def _live(self, run: _Run, trace: TracebackType | None) -> dict[int, Tensor]:
         """The tensors in local variables that are read later, by their numbers."""
@@ -305,6 +336,16 @@ def _units(around: Sequence[nn.Module], holes: Sequence[nn.Module]) -> list[nn.M
     for each in around:
         add(each)
     return list(found.values())
+
+
+def _mapped(value: Any, change: Callable[[Any], Any]) -> Any:
+    """The same containers with other contents."""
+    kind = type(value)
+    if kind in (tuple, list):
+        return kind(_mapped(item, change) for item in value)
+    if kind is dict:
+        return {name: _mapped(item, change) for name, item in value.items()}
+    return change(value)
 
 
 def _tensors_in(value: Any) -> list[Tensor]:

@@ -141,7 +141,7 @@ class CutLayer(GraphedModule):
                 result = result.result
             if not isinstance(result, Handed):
                 return result
-            made = self._eager_part(self._cut.holes[result.hole], result.arguments, result.named)
+            made = self._eager_part(self._cut.holes[result.hole], *result.call_of(given, arguments, named))
             part += 1
             result = self._parts[part]((made, result.script, result.live), *arguments, **named)
 
