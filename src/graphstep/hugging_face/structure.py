@@ -164,8 +164,9 @@ def why_not_static(experts: nn.Module) -> tuple[str, str] | None:
             "is read on the host",
             "leave moe out of the modules, so that the experts run eagerly between graphs",
         )
-    configs = [m.config for m in experts.modules() if hasattr(getattr(m, "config", None), "_experts_implementation")]
-    implementation = configs[0]._experts_implementation if configs else "unknown"
+    configs = (getattr(module, "config", None) for module in experts.modules())
+    told = [getattr(config, "_experts_implementation", "unknown") for config in configs if config is not None]
+    implementation = told[0] if told else "unknown"
     if implementation in _HOST_LOOP:
         return (
             f"its experts run one after another in a loop on the host (experts_implementation={implementation!r}), "
