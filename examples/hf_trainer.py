@@ -1,7 +1,7 @@
 """The ``Trainer`` of Hugging Face's transformers, with layers captured as CUDA graphs by a callback.
 
-    pip install graphstep transformers accelerate
-    python examples/hf_trainer.py
+pip install graphstep transformers accelerate
+python examples/hf_trainer.py
 """
 
 import tempfile

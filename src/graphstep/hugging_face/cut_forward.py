@@ -207,6 +207,7 @@ class _Run(TorchFunctionMode):
         if self._script is not None:
             self._known = dict(zip(self._script.live, live, strict=True))
             first = self._known.get(0, first)
+            self._has_dead = first is self._cut.dead
         others, _ = flatten((arguments, named))
         for number, tensor in enumerate([first, *others]):
             if tensor is not self._cut.dead:
