@@ -153,7 +153,7 @@ def test_a_part_that_no_layer_has() -> None:
 def test_models_of_nobody_need_regions() -> None:
     model = Model(Mlp)
     del model.config
-    with pytest.raises(ConfigError, match="nothing-to-capture|were asked for"):
+    with pytest.raises(ConfigError, match=r"were asked for"):
         graphstep.attach(model)
 
 
