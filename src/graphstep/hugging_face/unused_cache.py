@@ -11,7 +11,7 @@ from collections import OrderedDict
 from typing import Any, Final
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 _CACHES: Final = ("past_key_values", "cache", "cache_params")
 
@@ -62,7 +62,9 @@ class UnusedCache:
         return arguments, named
 
     def _before(self, module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        has_cache = any(named.get(name) is not None for name in _CACHES) or any(map(is_cache, arguments))
+        has_cache = any(named.get(name) is not None for name in _CACHES) or any(
+            is_cache(value) for value in arguments if not isinstance(value, Tensor)
+        )
         wants_cache = named.get("use_cache")
         self.is_unused = bool(module.training and torch.is_grad_enabled() and not has_cache and not wants_cache)
         is_plain = named.get("attention_mask") is None and named.get("position_ids") is None and len(arguments) <= 1
@@ -85,7 +87,9 @@ class UnusedCache:
 
 
 def _is_empty_cache(value: Any) -> bool:
-    return value is not None and is_cache(value) and value.get_seq_length() == 0
+    if value is None or isinstance(value, Tensor):
+        return False
+    return is_cache(value) and bool(value.get_seq_length() == 0)
 
 
 def _is_plain_causal(module: nn.Module) -> bool:
