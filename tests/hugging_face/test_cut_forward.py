@@ -187,6 +187,18 @@ def test_a_tensor_that_is_in_no_variable_is_refused() -> None:
         run(CutForward(block, [block.first], "stack"), torch.randn(5, 4))
 
 
+def test_hooks_that_would_run_twice_are_refused() -> None:
+    block = Block()
+    cut = CutForward(block, holes_of(block, ["inner.experts"]), "block")
+    calls: list[int] = []
+    block.inner.register_forward_hook(lambda *_: calls.append(1))
+    run(cut, torch.randn(5, 4))
+    assert calls == [1]
+    block.inner.register_forward_pre_hook(lambda *_: None)
+    with pytest.raises(UncutError, match="hooks before Inner once more"):
+        run(cut, torch.randn(5, 4))
+
+
 def test_errors_of_the_forward_are_its_own() -> None:
     block = Block()
     cut = CutForward(block, [block.first], "block")

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import graphstep
 from graphstep.config import CudaGraphConfig
-from graphstep.errors import ConfigError
+from graphstep.errors import CaptureError, ConfigError
 from graphstep.hugging_face.forward_code import live_names, submodules_in_turn
 from graphstep.hugging_face.structure import find_layers
 
@@ -127,6 +127,33 @@ def test_layers_of_unknown_classes(device: torch.device, second: type[nn.Module]
             )
             manager.close()
             assert all(layer.gradient_checkpointing is recompute for layer in model.stack)
+    assert all(map(torch.equal, *traces))
+
+
+class OnTheStack(Unknown):
+    def forward(self, x: Tensor, attention_mask: Tensor | None = None) -> tuple[Tensor]:
+        return (torch.tanh(x) + self.then(self.between(x + self.mix(self.before(x)))),)
+
+
+def test_a_layer_that_cannot_be_cut(device: torch.device) -> None:
+    traces = []
+    for policy in ("off", "auto", "required"):
+        torch.manual_seed(0)
+        model = Model(ListOfExperts).to(device)
+        model.stack[1].__class__ = OnTheStack
+        loop = Loop(model, device)
+        with graphstep.attach(model, CudaGraphConfig(impl="local", policy=policy)) as manager:
+            if policy == "required":
+                with pytest.raises(CaptureError, match="not kept in a variable"):
+                    steps(1)(loop)
+                continue
+            if policy == "auto":
+                with pytest.warns(UserWarning, match=r"stack.1.*runs eagerly"):
+                    steps(1)(loop)
+            steps(5 if policy == "off" else 4)(loop)
+            traces.append(loop.trace)
+            if policy == "auto":
+                assert [row.num_replays > 0 for row in manager.report().rows] == [True, True, False, False]
     assert all(map(torch.equal, *traces))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -153,6 +154,17 @@ def test_a_cache_that_nobody_asked_for_is_left_out(device: torch.device) -> None
         with torch.no_grad():
             assert model(tokens).past_key_values.get_seq_length() == 8
     assert model(tokens).past_key_values.get_seq_length() == 8
+
+
+def test_a_copy_of_the_model_is_a_plain_one(device: torch.device) -> None:
+    model = build("llama", device)
+    tokens = torch.arange(8, device=device)[None]
+    with graphstep.attach(model):
+        steps(3)(Loop(model, device))
+        twin = copy.deepcopy(model)
+        assert twin(tokens).past_key_values.get_seq_length() == 8
+        assert torch.equal(twin(tokens).logits, model(tokens).logits)
+    assert twin(tokens).past_key_values.get_seq_length() == 8
 
 
 def test_a_cache_that_is_asked_for_is_filled(device: torch.device) -> None:

@@ -130,6 +130,9 @@ class CutForward:
         """
         if not self.holes:
             return forward(given, *arguments, **named)
+        hooked = [type(module).__name__ for module in self.around[1:] if module._forward_pre_hooks]
+        if hooked:
+            raise self.error(f"hooks before {', '.join(hooked)} once more")
         script, result, live = None, None, ()
         first = given
         if part:
@@ -143,6 +146,15 @@ class CutForward:
                 return forward(first, *arguments, **named)
         except _HoleReached as reached:
             return self._handed(run, reached)
+
+    def error(self, what: str) -> UncutError:
+        """Of a second run that differs."""
+        return UncutError(
+            f"its forward cannot be cut at {', '.join(type(hole).__name__ for hole in self.holes)}: run a second time, "
+            f"it called {what}",
+            where=self.name,
+            fix=_FIX,
+        )
 
     def _handed(self, run: _Run, reached: _HoleReached) -> Handed:
         found = self._live(run, reached.__traceback__)
@@ -275,9 +287,9 @@ class _Run(TorchFunctionMode):
         if self._position < len(self.entries):
             return self._again(name)
         if self._awaits_result:
-            raise self._error(f"{name} instead of the submodule that it called before")
+            raise self._cut.error(f"{name} instead of the submodule that it called before")
         if self._has_dead and any(tensor is self._cut.dead for tensor in flatten((args, kwargs))[0]):
-            raise self._error(f"{name} with a tensor that was not kept in a variable")
+            raise self._cut.error(f"{name} with a tensor that was not kept in a variable")
         result = call(*args, **kwargs)
         if not self._is_last:
             self._note(name, result)
@@ -287,7 +299,7 @@ class _Run(TorchFunctionMode):
     def _again(self, name: str) -> Any:
         entry = self.entries[self._position]
         if entry.name != name:
-            raise self._error(f"{name} where it called {entry.name} before")
+            raise self._cut.error(f"{name} where it called {entry.name} before")
         self._position += 1
         tensors = [self._known.get(ref, self._cut.dead) for ref in entry.refs]
         self._has_dead = self._has_dead or any(tensor is self._cut.dead for tensor in tensors)
@@ -304,14 +316,6 @@ class _Run(TorchFunctionMode):
                 self._known[ref] = tensor  # Holds it, so that its identity stays its own.
             refs.append(ref)
         self.entries.append(_Entry(name, structure, tuple(refs)))
-
-    def _error(self, what: str) -> UncutError:
-        return UncutError(
-            f"its forward cannot be cut at {', '.join(type(hole).__name__ for hole in self._cut.holes)}: run a second "
-            f"time, it called {what}",
-            where=self._cut.name,
-            fix=_FIX,
-        )
 
 
 def ancestors_of(module: nn.Module, holes: Sequence[nn.Module]) -> list[nn.Module]:

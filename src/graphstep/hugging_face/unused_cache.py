@@ -48,6 +48,10 @@ class UnusedCache:
         while self._handles:
             self._handles.pop().remove()
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy of the module gets one that does nothing: its layers are not captured."""
+        return UnusedCache, (self.module,)
+
     def without_cache(
         self, arguments: tuple[Any, ...], named: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -62,6 +66,8 @@ class UnusedCache:
         return arguments, named
 
     def _before(self, module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        if not self._handles:
+            return None
         has_cache = any(named.get(name) is not None for name in _CACHES) or any(
             is_cache(value) for value in arguments if not isinstance(value, Tensor)
         )
