@@ -13,7 +13,7 @@ import pytest
 pytest.importorskip("transformers")
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
-TINY = ["--quick", "--device", "cpu", "--fp32", "--seq-length", "8", "--micro-batch-size", "2"]
+TINY = ["--quick",  "--device", "cpu", "--fp32", "--seq-length", "8", "--micro-batch-size", "2"]
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +34,7 @@ def test_arms(program: ModuleType, model: str, tmp_path: Path) -> None:
             assert arm["status"] == "unavailable"
             continue
         assert arm["status"] == "ok"
-        assert arm["step_ms"]["count"] == 2 * 3
+        assert arm["step_ms"]["count"] == 3
         if name != "graph_step":  # transformers makes a mask in the capture, and the kernels round differently
             assert arm["equals_eager"] == [True] * 6, name
         if "eager" not in name:

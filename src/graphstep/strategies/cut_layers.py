@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import Enum
 from functools import partial
 from types import NoneType
@@ -22,6 +22,7 @@ from graphstep.hugging_face.forward_code import submodules_in_turn
 from graphstep.hugging_face.recording import COLLECTED, Collected, collected_names, collecting, hand_on
 from graphstep.hugging_face.structure import FoundLayer, Part
 from graphstep.hugging_face.unused_cache import UnusedCache
+from graphstep.native.interface import FastPath
 from graphstep.strategies.local_calls import RegionCalls
 from graphstep.strategies.local_layers import GraphedModule, MakeCalls
 
@@ -100,6 +101,12 @@ class CutLayer(GraphedModule):
             layer.gradient_checkpointing = False
             self._recomputes = True
 
+    def use(self, fast: FastPath) -> None:
+        """See the base; arguments are looked at here first."""
+        for calls in self._parts:
+            if calls.entry is None:
+                calls.entry = fast.Call(calls.__call__, calls.resume, False)
+
     def remove(self) -> None:
         """Put everything back. May be called twice."""
         super().remove()
@@ -133,7 +140,7 @@ class CutLayer(GraphedModule):
             return self._eager(EagerReason.CAPTURE_FAILED, arguments, named)
 
     def _in_parts(self, given: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        result = self._parts[0](given, *arguments, **named)
+        result = self._call(0)(given, *arguments, **named)
         part = 0
         while True:
             if isinstance(result, Collected):
@@ -143,7 +150,11 @@ class CutLayer(GraphedModule):
                 return result
             made = self._eager_part(self._cut.holes[result.hole], *result.call_of(given, arguments, named))
             part += 1
-            result = self._parts[part]((made, result.script, result.live), *arguments, **named)
+            result = self._call(part)((made, result.script, result.live), *arguments, **named)
+
+    def _call(self, part: int) -> Callable[..., Any]:
+        calls = self._parts[part]
+        return calls if calls.entry is None else calls.entry
 
     def _eager_part(self, hole: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
         if self._is_recomputed():

@@ -12,6 +12,7 @@ from graphstep.config import CudaGraphModule
 from graphstep.errors import ConfigError, Problem
 from graphstep.hugging_face.structure import FoundLayer, Part, find_layers, is_hugging_face, why_not_static
 from graphstep.hugging_face.unused_cache import UnusedCache
+from graphstep.native.interface import FastPath
 from graphstep.strategies.cut_layers import CutLayer
 from graphstep.strategies.local_forward import forward_problem
 from graphstep.strategies.local_layers import GraphedModule, MakeCalls
@@ -142,6 +143,9 @@ class CacheWatch(GraphedModule):
     def install(self) -> None:
         """Begin to watch."""
         self._watch.install()
+
+    def use(self, fast: FastPath) -> None:
+        """There is nothing to call."""
 
     def remove(self) -> None:
         """Watch no more. May be called twice."""
