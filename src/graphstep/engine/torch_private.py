@@ -523,20 +523,3 @@ def after_backward_pass(action: Callable[[], None]) -> None:
         action()
     else:
         queue(action)
-
-
-@contextmanager
-def module_calls_replaced(instead: Iterable[tuple[nn.Module, Callable[[Callable[..., Any]], Any]]]) -> Iterator[None]:
-    """Have calls of modules, hooks included, answered by others: each is made from what would run."""
-    replaced: list[tuple[nn.Module, Any]] = []
-    try:
-        for module, make in instead:
-            replaced.append((module, module.__dict__.get("_compiled_call_impl")))
-            module.__dict__["_compiled_call_impl"] = make(replaced[-1][1] or module._call_impl)
-        yield
-    finally:
-        for module, before in reversed(replaced):
-            if before is None:
-                module.__dict__.pop("_compiled_call_impl", None)
-            else:
-                module.__dict__["_compiled_call_impl"] = before

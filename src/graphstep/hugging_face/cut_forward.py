@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from graphstep.capture.tree import Node, Value, flatten, unflatten
-from graphstep.engine import torch_private
+from graphstep.engine.module_calls import module_calls_replaced
 from graphstep.errors import CaptureError
 from graphstep.hugging_face.forward_code import forward_code, live_names
 
@@ -242,7 +242,7 @@ class _Run(TorchFunctionMode):
             instead.append((unit, self._unit(f"unit {number}")))
         for number, hole in enumerate(self._cut.holes):
             instead.append((hole, self._hole(number)))
-        with torch_private.module_calls_replaced(instead):
+        with module_calls_replaced(instead):
             yield
 
     def _unit(self, name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:

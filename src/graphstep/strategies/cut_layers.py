@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from enum import Enum
 from functools import partial
 from types import NoneType
@@ -16,7 +17,9 @@ from torch.utils.checkpoint import checkpoint
 
 from graphstep.capture.reasons import EagerReason
 from graphstep.capture.region import Region
+from graphstep.capture.tree import flatten, unflatten
 from graphstep.config import CudaGraphModule
+from graphstep.engine import torch_private
 from graphstep.hugging_face.cut_forward import CutForward, Handed, UncutError
 from graphstep.hugging_face.forward_code import submodules_in_turn
 from graphstep.hugging_face.recording import COLLECTED, Collected, collected_names, collecting, hand_on
@@ -56,6 +59,8 @@ class CutLayer(GraphedModule):
         in_turn = holes_in_turn(self.module, [hole.module for hole in holes])
         self._cut = CutForward(self.module, in_turn, layer.path)
         self._around = {id(m) for m in self._cut.around}
+        self._plain: list[Any] = [None] * (self._cut.num_parts - 1)
+        """For each part but the last, the structure of what its tuples stand for."""
         names = {id(hole.module): hole.path for hole in holes}
         self._parts: list[RegionCalls] = []
         for number, inside in enumerate(self._modules_of_parts()):
@@ -146,11 +151,15 @@ class CutLayer(GraphedModule):
             if isinstance(result, Collected):
                 hand_on(result.found)
                 result = result.result
-            if not isinstance(result, Handed):
+            if part < len(self._plain):
+                if isinstance(result, _Final):
+                    return result.result
+                handed = result if isinstance(result, Handed) else unflatten(self._plain[part], result)
+            else:
                 return result
-            made = self._eager_part(self._cut.holes[result.hole], *result.call_of(given, arguments, named))
+            made = self._eager_part(self._cut.holes[handed.hole], *handed.call_of(given, arguments, named))
             part += 1
-            result = self._call(part)((made, result.script, result.live), *arguments, **named)
+            result = self._call(part)((made, handed.script, handed.live), *arguments, **named)
 
     def _call(self, part: int) -> Callable[..., Any]:
         calls = self._parts[part]
@@ -182,14 +191,37 @@ class CutLayer(GraphedModule):
         if is_set:
             layer.__dict__["gradient_checkpointing"] = False
         try:
-            return self._cut.run(own_forward_of(layer, self._own), number, given, arguments, named)
+            result = self._cut.run(own_forward_of(layer, self._own), number, given, arguments, named)
         finally:
             if is_set:
                 layer.__dict__["gradient_checkpointing"] = is_set
+        return result if number == len(self._plain) else self._in_plain_form(number, result)
+
+    def _in_plain_form(self, number: int, result: Any) -> Any:
+        """What a part hands on as a tuple of tensors, which is the quickest to return from a replay.
+
+        The form that comes first is the one that the tuple stands for; others come as they are. So do tensors that
+        share memory, as a view that is handed on beside its base.
+        """
+        if not isinstance(result, Handed):
+            return _Final(result)
+        tensors, structure = flatten(result)
+        if len(set(map(torch_private.storage_key, tensors))) < len(tensors):
+            return result
+        if self._plain[number] is None:
+            self._plain[number] = structure
+        return tuple(tensors) if self._plain[number] == structure else result
 
     def _is_recomputed(self) -> bool:
         layer: Any = self.module
         return layer.training and (self._recomputes or bool(getattr(layer, "gradient_checkpointing", False)))
+
+
+@dataclass(slots=True)
+class _Final:
+    """What a part returns that has come to the end of the forward without a hole."""
+
+    result: Any
 
 
 def holes_in_turn(module: nn.Module, holes: Sequence[nn.Module]) -> list[nn.Module]:
