@@ -21,31 +21,35 @@ Rule = Callable[[ast.Module], Iterator[Fault]]
 # Which parts of the package each part may import, type-only imports included. Everybody may import what is in BASE.
 # An entry "models.segments" allows that module alone.
 BASE = ("errors", "version")
-RECORDING = ("config", "engine", "capture")
+RECORDING = ("config", "engine", "capture", "coverage", "native")
 STEPPING = (*RECORDING, "models", "moe", "parallel", "strategies", "checkpoint_folders")
 BELOW_STRATEGIES = ("cut_forward", "forward_code", "recording", "structure", "unused_cache")
-LOOPS = (*STEPPING, "training", "inference", "rl")
+LOOPS = (*STEPPING, "verification", "training", "inference", "rl")
 IMPORTS_ALLOWED: dict[str, tuple[str, ...]] = {
     "errors": (),
     "version": (),
     "checkpoint_folders": (),
     "config": (),
     "engine": ("config",),
-    "capture": ("config", "engine"),
+    "native": (),
+    "coverage": ("models.segments",),
+    "capture": ("config", "engine", "coverage", "native.interface"),
     "models": ("config", "engine.torch_private"),
     "moe": ("config", "models"),
     "parallel": ("config", "models"),
     # What models of others are like is below the strategies; the callback, which attaches, is above them.
     "strategies": (*RECORDING, "models.segments", *(f"hugging_face.{name}" for name in BELOW_STRATEGIES)),
     "hugging_face": (*RECORDING, "strategies"),
-    "training": STEPPING,
+    "verification": (*RECORDING, "strategies"),
+    "training": (*STEPPING, "verification"),
     "inference": STEPPING,
     "server": ("config", "inference"),
     "rl": LOOPS,
+    "planning": LOOPS,
     "doctor": LOOPS,
     "bench": LOOPS,
     "integrations": LOOPS,
-    "cli": (*LOOPS, "server", "doctor", "bench", "integrations"),
+    "cli": (*LOOPS, "server", "planning", "doctor", "bench", "integrations"),
     "__main__": ("cli",),
 }
 WITHOUT_LIBRARIES = ("errors", "version", "config")

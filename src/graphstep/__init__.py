@@ -14,6 +14,7 @@ from graphstep.version import __version__
 if TYPE_CHECKING:
     from graphstep.capture.report import CaptureReport
     from graphstep.capture.session import GraphSession
+    from graphstep.doctor import Diagnosis, diagnose
     from graphstep.engine import CudaEngine, Engine, Recording, TapeEngine, engine_for
     from graphstep.errors import (
         CaptureError,
@@ -26,7 +27,9 @@ if TYPE_CHECKING:
         PlanError,
         StaleAddressError,
         UserInputError,
+        VerificationError,
     )
+    from graphstep.planning import plan_step
     from graphstep.strategies import (
         CudaGraphManager,
         FullCudaGraphWrapper,
@@ -39,6 +42,7 @@ if TYPE_CHECKING:
         graph_step,
         make_graphed_callables,
     )
+    from graphstep.verification import Tolerance, VerifyReport, shadow, verify
 
 __all__ = [
     "CaptureError",
@@ -48,6 +52,7 @@ __all__ = [
     "CudaEngine",
     "CudaGraphManager",
     "DataError",
+    "Diagnosis",
     "Engine",
     "FullCudaGraphWrapper",
     "GraphSession",
@@ -62,17 +67,25 @@ __all__ = [
     "StaleAddressError",
     "TECudaGraphHelper",
     "TapeEngine",
+    "Tolerance",
     "UserInputError",
+    "VerificationError",
+    "VerifyReport",
     "__version__",
     "attach",
     "build_strategy",
+    "diagnose",
     "engine_for",
     "graph_step",
     "make_graphed_callables",
+    "plan_step",
+    "shadow",
+    "verify",
 ]
 
 _HOMES: Mapping[str, str] = {
     "UserInputError": "graphstep.errors",
+    "VerificationError": "graphstep.errors",
     "StaleAddressError": "graphstep.errors",
     "PlanError": "graphstep.errors",
     "LifecycleError": "graphstep.errors",
@@ -85,6 +98,7 @@ _HOMES: Mapping[str, str] = {
     "CaptureReport": "graphstep.capture.report",
     "CudaEngine": "graphstep.engine",
     "CudaGraphManager": "graphstep.strategies",
+    "Diagnosis": "graphstep.doctor",
     "Engine": "graphstep.engine",
     "FullCudaGraphWrapper": "graphstep.strategies",
     "GraphedStep": "graphstep.strategies",
@@ -96,9 +110,15 @@ _HOMES: Mapping[str, str] = {
     "TapeEngine": "graphstep.engine",
     "attach": "graphstep.strategies",
     "build_strategy": "graphstep.strategies",
+    "diagnose": "graphstep.doctor",
     "engine_for": "graphstep.engine",
     "graph_step": "graphstep.strategies",
     "make_graphed_callables": "graphstep.strategies",
+    "plan_step": "graphstep.planning",
+    "Tolerance": "graphstep.verification",
+    "VerifyReport": "graphstep.verification",
+    "shadow": "graphstep.verification",
+    "verify": "graphstep.verification",
 }
 
 

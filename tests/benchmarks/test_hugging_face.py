@@ -13,7 +13,7 @@ import pytest
 pytest.importorskip("transformers")
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
-TINY = ["--quick",  "--device", "cpu", "--fp32", "--seq-length", "8", "--micro-batch-size", "2"]
+TINY = ["--quick", "--device", "cpu", "--fp32", "--seq-length", "8", "--micro-batch-size", "2"]
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from functools import partial
 from operator import attrgetter
 from types import MethodType
 from typing import Any, Final, Self
@@ -170,6 +169,10 @@ class WeakStorage:
         # Without weak references the storage itself is kept: more memory, same meaning.
         self._held: Any = storage if weak is None else StorageWeakRef(storage)
 
+    def is_gone(self) -> bool:
+        """True once the memory has been freed; never where torch has no weak references."""
+        return isinstance(self._held, StorageWeakRef) and bool(self._held.expired())
+
 
 @contextmanager
 def below_autograd() -> Iterator[None]:
@@ -223,13 +226,6 @@ class _CudaBytes:
         }
 
 
-def pool_segments(pools: Sequence[Any]) -> int:
-    """Bytes reserved from the driver for some private pools."""
-    names = {tuple(pool) for pool in pools}
-    snapshot = torch.cuda.memory_snapshot()
-    return sum(int(segment["total_size"]) for segment in snapshot if tuple(segment["segment_pool_id"]) in names)
-
-
 @contextmanager
 def stale_streams_overridden() -> Iterator[None]:
     """Let a captured backward pass use nodes that an eager one made on another stream, where torch knows how to.
@@ -276,47 +272,6 @@ def saved_tensors_are_taken() -> bool:
 def weights_are_cached() -> bool:
     """True inside ``torch.nn.utils.parametrize.cached()``: parametrized weights are computed once for several calls."""
     return bool(getattr(parametrize, "_cache_enabled", 0))
-
-
-def thread_answers(device_type: str) -> tuple[tuple[Callable[..., Any], tuple[Any, ...], Any], ...]:
-    """Functions, arguments, answers: nobody takes what autograd saves, no weights are cached, nothing is captured."""
-    top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
-    capturing = getattr(torch._C, "_cuda_isCurrentStreamCapturing", torch.cuda.is_current_stream_capturing)
-    return (
-        (partial(getattr, parametrize, "_cache_enabled", 0), (), 0),
-        *(((top, (True,), None),) if top is not None else ()),
-        *(((capturing, (), False),) if device_type == "cuda" else ()),
-    )
-
-
-def unwrapped_answers() -> tuple[tuple[Callable[..., Any], tuple[Any, ...], Any], ...]:
-    """The same for calls that may come from anywhere: no capture, and no transform that sees through no replay."""
-    return ((capture_is_under_way, (), False), (transforms_are_active, (), False))
-
-
-def process_answers(
-    deterministic: bool, matmul_precision: str, default_dtype: torch.dtype
-) -> tuple[tuple[Callable[..., Any], tuple[Any, ...], Any], ...]:
-    """The same for modes of the process."""
-    reads = getattr(torch._C, "_get_deterministic_algorithms", torch.are_deterministic_algorithms_enabled)
-    precision = getattr(torch._C, "_get_float32_matmul_precision", torch.get_float32_matmul_precision)
-    return (
-        (reads, (), deterministic),
-        (precision, (), matmul_precision),
-        (torch.get_default_dtype, (), default_dtype),
-    )
-
-
-def apply_of(function: type[torch.autograd.Function]) -> Callable[..., Any]:
-    """``function.apply`` without its preparations for ``torch.func``: for calls outside of transforms."""
-    plain = getattr(super(torch.autograd.Function, function), "apply", None)
-    return plain if plain is not None else function.apply
-
-
-def graph_launcher(graph: torch.cuda.CUDAGraph) -> Callable[[], object]:
-    """What launches a graph, without the Python around it where torch has some."""
-    base = getattr(torch._C, "_CUDAGraph", None)
-    return MethodType(base.replay, graph) if base is not None and isinstance(graph, base) else graph.replay
 
 
 @contextmanager
@@ -523,3 +478,16 @@ def after_backward_pass(action: Callable[[], None]) -> None:
         action()
     else:
         queue(action)
+
+
+def forward_trace() -> list[str]:
+    """In a backward with anomaly detection on: the stack of the forward that the current node belongs to."""
+    current = getattr(torch._C, "_current_autograd_node", None)
+    node = current() if current is not None else None
+    return list(node.metadata.get("traceback_", ())) if node is not None else []
+
+
+def has_default_device() -> bool:
+    """Whether tensors without a named device lie on one that was set (``set_default_device``)."""
+    held = getattr(torch, "_GLOBAL_DEVICE_CONTEXT", None)
+    return getattr(held, "device_context", None) is not None
