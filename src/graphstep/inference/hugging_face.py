@@ -13,6 +13,7 @@ from typing import Any, Final
 from graphstep.config.model import ModelConfig
 from graphstep.config.moe import MoEConfig
 from graphstep.errors import ConfigError, Problem
+from graphstep.inference.rope_scaling import Rotation, read_rotation, rotation_problems
 
 _KINDS: Final = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe")
 _ACTIVATIONS: Final = ("silu", "swish")
@@ -40,6 +41,8 @@ class HuggingFaceModel:
     layers_with_experts: tuple[bool, ...]
     stop_tokens: tuple[int, ...]
     """Tokens that end a text."""
+    rotation: Rotation
+    """What its rotary tables are filled with."""
 
 
 def read_config(
@@ -106,7 +109,7 @@ def _translated(config: Mapping[str, Any], positions: int) -> HuggingFaceModel:
         qk_layernorm=kind.startswith("qwen3"),
         untie_embeddings_and_output_weights=not config.get("tie_word_embeddings", False),
     )
-    return HuggingFaceModel(model, moe, with_experts, stop_tokens(config))
+    return HuggingFaceModel(model, moe, with_experts, stop_tokens(config), read_rotation(_rope(config), config))
 
 
 def _problems(config: Mapping[str, Any], max_positions: int | None) -> Iterator[tuple[str, str]]:
@@ -139,9 +142,8 @@ def _problems(config: Mapping[str, Any], max_positions: int | None) -> Iterator[
     rope = _rope(config)
     if any(isinstance(part, dict) for part in rope.values()):
         yield "another rotation for each type of layer", other
-    rope_type = rope.get("rope_type") or rope.get("type") or "default"
-    if rope_type != "default":
-        yield f"rotation frequencies that are scaled ({rope_type}), which are not known here", other
+    else:
+        yield from rotation_problems(rope, "rope_scaling" if config.get("rope_scaling") else "rope_parameters")
     if float(rope.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0) != 1.0:
         yield "a rotation of a part of the channels", other
     yield from _attention_problems(config, max_positions)
@@ -202,7 +204,7 @@ def _num_experts(config: Mapping[str, Any]) -> int | None:
 
 
 def _rope(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    return config.get("rope_parameters") or config.get("rope_scaling") or {}
+    return config.get("rope_scaling") or config.get("rope_parameters") or {}
 
 
 def _is_count(value: object) -> bool:

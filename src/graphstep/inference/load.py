@@ -108,6 +108,8 @@ def _load_hugging_face(
             device=device,
             dtype=dtype or _dtype_of(files, "model.embed_tokens.weight", path),
         )
+        if model.rotary is not None and not described.rotation.is_plain:
+            model.rotary.fill(*described.rotation.frequencies(model.rotary.base, model.rotary.channels))
         fill_from_hugging_face(model, described, files, where=str(path))
     return LoadedModel(model, path, path / TOKENIZER, stops)
 
