@@ -11,6 +11,10 @@ from graphstep.errors import DataError, Problem
 
 _NUM_BYTES: Final = 256
 _UNFINISHED: Final = "\N{REPLACEMENT CHARACTER}"
+_MOST_IN_CHARACTER: Final = 4
+"""Bytes of a character, and so the most tokens that it can consist of."""
+_MOST_HELD: Final = 3 * _MOST_IN_CHARACTER
+"""Tokens that may add nothing certain in a row."""
 
 
 class TextStream(Protocol):
@@ -104,7 +108,11 @@ class HuggingFaceText:
 
 
 class _HuggingFaceStream:
-    """Decodes the tokens since the last text that came out with it: what spaces a token has depends on those before."""
+    """Decodes the tokens since the last text that came out with it: what spaces a token has depends on those before.
+
+    Bytes that are no text, and tokens without one, are held for a while and then given up, so that no more than a few
+    tokens are ever decoded, whatever a model says.
+    """
 
     def __init__(self, decode: Callable[[list[int]], str]) -> None:
         self._decode = decode
@@ -113,18 +121,36 @@ class _HuggingFaceStream:
 
     def add(self, token: int) -> str:
         self._tokens.append(token)
-        return self._new_text(is_last=False)
+        before, after = self._decode(self._tokens[: self._num_shown]), self._decode(self._tokens)
+        if len(after) > len(before) and not after.endswith(_UNFINISHED):
+            self._show(len(self._tokens))
+        elif len(self._tokens) - self._num_shown > _MOST_HELD:
+            after = self._give_up(before, after)
+        else:
+            return ""
+        return after[len(before) :]
 
     def finish(self) -> str:
-        return self._new_text(is_last=True)
-
-    def _new_text(self, *, is_last: bool) -> str:
         before, after = self._decode(self._tokens[: self._num_shown]), self._decode(self._tokens)
-        if len(after) <= len(before) or (after.endswith(_UNFINISHED) and not is_last):
-            return ""
-        self._tokens = self._tokens[self._num_shown :]
-        self._num_shown = len(self._tokens)
         return after[len(before) :]
+
+    def _show(self, number: int) -> None:
+        """The text of so many tokens has come out; those whose text had come out before are needed no longer."""
+        self._tokens, self._num_shown = self._tokens[self._num_shown :], number - self._num_shown
+
+    def _give_up(self, before: str, after: str) -> str:
+        """Show what no further token can change: all but the bytes of a last character."""
+        tokens, number = self._tokens, len(self._tokens)
+        if after == before:  # Tokens of control; those with text stay, for the spaces of the next one.
+            self._tokens = tokens[: self._num_shown] + tokens[-_MOST_IN_CHARACTER:]
+            return after
+        for begin in range(number - 1, number - 1 - _MOST_IN_CHARACTER, -1):
+            first = self._decode(tokens[:begin])
+            if len(first) >= len(before) and first + self._decode(tokens[begin:]) == after:
+                self._show(begin)
+                return first
+        self._show(number)
+        return after
 
 
 def _load(path: Path) -> Any:
