@@ -75,6 +75,21 @@ def test_graphs_give_the_same_text_and_are_counted(scope: str, checkpoint: Path,
     assert table["generated"].startswith("18 tokens in")
 
 
+def test_places_and_shapes_are_for_the_prompts_there_are(checkpoint: Path, capsys: Output) -> None:
+    words = ["generate", "--model", str(checkpoint), "--device", "cpu", "--max-new-tokens", "5", "--ignore-eos"]
+    words += ["--cuda-graph-impl", "local", "--inference-cuda-graph-scope", "block"]
+    tables = []
+    for more in (["--prompt", "one"], ["--prompt", "one", "--lazy-cuda-graphs"], ["--prompt", "one", "two", "three"]):
+        assert main([*words, *more]) == 0
+        tables.append(rows(capsys.readouterr().err))
+    assert tables[0]["graphs"].startswith("6 of 6 shapes")
+    assert tables[1]["graphs"].startswith("2 of 6 shapes"), "the prompt, and one token at a time"
+    assert tables[2]["graphs"].startswith("22 of 22 shapes")
+    assert tables[0]["graph memory"].endswith("MiB")
+    assert tables[0]["cache"].startswith("2 blocks of 256 tokens")
+    assert all(table["graph hits"].startswith("5 of 5 steps") for table in tables)
+
+
 def test_text_of_one_prompt_alone(llama: Path, capsys: Output) -> None:
     words = ("--prompt", "hello there", "--max-new-tokens", "6", "--temperature", "0", "--ignore-eos")
     [row] = as_json(llama, capsys, *words)

@@ -131,6 +131,14 @@ _OWN: tuple[Option, ...] = (
         help="where to compute",
     ),
     Option(
+        dest="lazy_cuda_graphs",
+        flags=("--lazy-cuda-graphs",),
+        nargs=0,
+        default=False,
+        group=_GROUP,
+        help="capture a shape when a step first needs it, not all of them at the start",
+    ),
+    Option(
         dest="inference_max_seq_length",
         flags=("--inference-max-seq-length",),
         type=positive,
@@ -181,6 +189,7 @@ class GenerateOptions:
     dtype: str | None
     device: str | None
     inference_max_seq_length: int | None
+    lazy_cuda_graphs: bool
     inference: InferenceConfig
     scope: InferenceCudaGraphScope
     is_required: bool

@@ -9,10 +9,12 @@ import torch
 
 from graphstep.config import InferenceConfig, InferenceCudaGraphScope
 from graphstep.errors import ConfigError, DataError, Problem
+from graphstep.inference.engine import DynamicEngine
 from graphstep.inference.engine_config import EngineConfig
 from graphstep.inference.load import LoadedModel, load_model
 from graphstep.inference.text import ByteText, HuggingFaceText, TextTokens
 
+_MIB: Final = 2**20
 _LENGTH_OPTION: Final = "--inference-max-seq-length"
 
 
@@ -38,6 +40,10 @@ class EngineOptions(Protocol):
     @property
     def inference_max_seq_length(self) -> int | None:
         """Longest sequence; ``None``: the positions of the model."""
+
+    @property
+    def lazy_cuda_graphs(self) -> bool:
+        """Is a shape captured when it is first needed?"""
 
     @property
     def inference(self) -> InferenceConfig:
@@ -113,8 +119,33 @@ def tokenizer_of(options: EngineOptions, loaded: LoadedModel, *, adds_special_to
     return text
 
 
-def engine_config(options: EngineOptions, loaded: LoadedModel, text: TextTokens) -> EngineConfig:
+def graph_and_cache_rows(engine: DynamicEngine) -> list[tuple[str, str]]:
+    """Rows of a table about an engine: what is captured, what that took, and the cache."""
+    graphs, blocks, cache = engine.runner.graphs, engine.blocks, engine.cache
+    rows = []
+    if engine.config.scope is InferenceCudaGraphScope.none:
+        rows.append(("graphs", "none: --cuda-graph-impl local makes some"))
+    else:
+        seconds = sum(each.capture_seconds for each in graphs)
+        num_bytes = sum(each.pool_bytes for each in graphs)
+        number = f"{len(graphs)} of {len(engine.runner.ladder.buckets)} shapes"
+        rows.append(("graphs", f"{number} in {seconds:.2f} s; {'; '.join(engine.coverage())}"))
+        rows.append(("graph memory", f"{num_bytes / _MIB:.1f} MiB"))
+    size = f"{blocks.capacity} blocks of {blocks.block_size} tokens, {cache.nbytes / _MIB:.1f} MiB"
+    rows.append(("cache", size))
+    return rows
+
+
+def engine_config(
+    options: EngineOptions, loaded: LoadedModel, text: TextTokens, *, expected_requests: int | None = None
+) -> EngineConfig:
     """Return what the engine is built with.
+
+    Args:
+        options: of the command line.
+        loaded: the model.
+        text: its tokenizer.
+        expected_requests: as many as there are going to be at a time, if that is known.
 
     Raises:
         ConfigError: sequences longer than the model has positions.
@@ -130,6 +161,8 @@ def engine_config(options: EngineOptions, loaded: LoadedModel, text: TextTokens)
         inference=options.inference,
         scope=options.scope,
         is_required=options.is_required,
+        captures_at_start=not options.lazy_cuda_graphs,
+        expected_requests=expected_requests,
         max_sequence_length=wanted,
         # A model of ours was padded, and what pads it was never trained.
         vocabulary=text.vocabulary,

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from graphstep.cli.loaded_engine import device_of, engine_config, load, tokenizer_of
+from graphstep.cli.loaded_engine import device_of, engine_config, graph_and_cache_rows, load, tokenizer_of
 from graphstep.cli.serve_options import ServeOptions
 from graphstep.errors import ConfigError, Problem, UserInputError
 from graphstep.inference.engine import DynamicEngine
@@ -44,6 +44,8 @@ def run(options: ServeOptions) -> int:
         fix = "pip install 'graphstep[serve]'"
         raise ConfigError(Problem("serve-not-installed", what, "graphstep serve", fix)) from error
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    # Memory is reported before the cache takes it: where it is too little, these lines are the last.
+    logging.getLogger("graphstep.inference").setLevel(logging.INFO)
     try:
         return _run(options)
     except (MemoryError, torch.OutOfMemoryError) as error:
@@ -93,15 +95,14 @@ def _served(options: ServeOptions, loaded: LoadedModel, text: TextTokens) -> Ser
 
 def _table(options: ServeOptions, model: ServedModel, engine: DynamicEngine, address: str) -> Table:
     weights = engine.model.embedding.weight
-    server, limits, graphs = options.server, engine.limits, engine.runner.graphs
-    seconds = sum(each.capture_seconds for each in graphs)
+    server, limits = options.server, engine.limits
     rows = [
         ("address", f"{address}/v1"),
         ("model", f"{model.name}: {engine.model.num_parameters():,} parameters on {weights.device}"),
         ("chat", "the plain form" if model.chat.template is None else "by the model's template"),
         ("batch", f"at most {limits.max_requests} sequences and {limits.max_tokens} tokens a step"),
         ("sequences", f"at most {limits.max_sequence_length} tokens; {server.max_queue} may wait"),
-        ("graphs", f"{len(graphs)} shapes in {seconds:.2f} s" if graphs else "none: eager"),
+        *graph_and_cache_rows(engine),
         ("API key", "asked for" if server.api_key is not None else "none: whoever reaches the address may use it"),
         ("stop", "Ctrl-C or SIGTERM"),
     ]

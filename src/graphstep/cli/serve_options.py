@@ -23,7 +23,9 @@ _GROUP: Final = "server"
 _ONLY_GENERATE: Final = (
     *("prompt", "prompt_file", "max_new_tokens", "temperature", "top_k", "top_p", "ignore_eos", "json"),
 )
-_OF_MODEL: Final = ("model", "tokenizer_model", "dtype", "device", "inference_max_seq_length", "seed")
+_OF_MODEL: Final = (
+    *("model", "tokenizer_model", "dtype", "device", "inference_max_seq_length", "lazy_cuda_graphs", "seed"),
+)
 _DEFAULTS: Final[Mapping[str, Any]] = {field.name: field.default for field in fields(ServerOptions)}
 
 
@@ -109,6 +111,7 @@ class ServeOptions:
     dtype: str | None
     device: str | None
     inference_max_seq_length: int | None
+    lazy_cuda_graphs: bool
     seed: int
     inference: InferenceConfig
     scope: InferenceCudaGraphScope
@@ -150,6 +153,7 @@ def read_serve_options(argv: Sequence[str], env: Mapping[str, str] = os.environ)
         dtype=own["dtype"],
         device=own["device"],
         inference_max_seq_length=own["inference_max_seq_length"],
+        lazy_cuda_graphs=own["lazy_cuda_graphs"],
         seed=own["seed"],
         inference=config.inference,
         scope=InferenceCudaGraphScope.none if graphs.policy is CapturePolicy.off else scope,

@@ -19,7 +19,7 @@ from graphstep.inference.attention import attention_for
 from graphstep.inference.blocks import BlockPool
 from graphstep.inference.cache import CacheShape, InferenceCache
 from graphstep.inference.engine_config import EngineConfig
-from graphstep.inference.memory import cache_blocks
+from graphstep.inference.memory import plan_cache
 from graphstep.inference.metadata import StepMetadata
 from graphstep.inference.model_steps import ModelSteps
 from graphstep.inference.requests import FinishReason, Output, Request, SamplingParams
@@ -95,7 +95,8 @@ class DynamicEngine:
         self._metadata = StepMetadata(self.limits, block_size, device)
         if self.config.scope is not InferenceCudaGraphScope.none:
             self._require_evaluation("DynamicEngine")
-        num_blocks = cache_blocks(model, shape, self.config, self.limits, self._metadata)
+        self.cache_plan = plan_cache(model, shape, self.config, self.limits, self._metadata)
+        num_blocks = self.cache_plan.num_blocks
         self._pool = BlockPool(num_blocks, block_size, prefix_caching=self.config.prefix_caching and not shape.mixers)
         self._cache = InferenceCache(shape, num_blocks, block_size, self.limits.max_requests, device)
         self._session = session if session is not None else GraphSession(device)
@@ -338,6 +339,13 @@ class DynamicEngine:
             for name, tensor in weights.items():
                 own[name].copy_(tensor)
         return update
+
+    def coverage(self) -> list[str]:
+        """Say in words which steps have graphs."""
+        said = list(self._runner.matcher.coverage(self.limits))
+        if self._has_states and self._runner.ladder.buckets:
+            said[-1] += ": they change recurrent states by their lengths"
+        return said
 
     def report(self) -> CaptureReport:
         """What has been captured and how it was used; the row ``steps`` counts steps with and without graphs."""

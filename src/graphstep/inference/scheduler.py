@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from graphstep.errors import ConfigError, LifecycleError, Problem, RequestError
-from graphstep.inference.blocks import BlockPool, extend_keys
+from graphstep.inference.blocks import BlockPool, blocks_kept_free, extend_keys
 from graphstep.inference.matching import GraphMatcher
 from graphstep.inference.requests import NOT_FINITE, FinishReason, Output, Request, RequestState, SamplingParams
 from graphstep.inference.shapes import BatchLimits, BatchShape
@@ -371,8 +371,7 @@ class Scheduler:
         """Give a request the blocks of all its tokens, or none."""
         self.blocks.share(found)
         fresh_needed = self.blocks.blocks_for(len(request.tokens)) - len(found)
-        # Some are left to those that run, or they would soon take back what was given.
-        reserve = max(1, self.blocks.capacity // 100) if self._running else 0
+        reserve = blocks_kept_free(self.blocks.capacity) if self._running else 0
         fresh = self.blocks.allocate(fresh_needed) if self.blocks.num_available >= fresh_needed + reserve else None
         if fresh is None:
             self.blocks.release(found)
