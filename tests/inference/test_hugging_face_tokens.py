@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -42,6 +43,8 @@ def twins(tmp_path_factory: pytest.TempPathFactory) -> Twins:
         theirs = build(kind).to(device)
         folder = save(theirs, tmp_path_factory.mktemp("model"))
         model = load_model(Path(folder), device=device).model
+        gc.collect()
+        gc.freeze()  # every capture collects garbage first: not all that transformers keeps
         whole: Any = _Whole(theirs, model)
         return model, cache(lambda prompt, sampling: reference(whole, prompt, sampling))
 
