@@ -15,9 +15,10 @@ import torch
 from tests.inference.hugging_face import build, save, write_tokenizer
 
 from graphstep.cli.generate_options import read_generate_options
+from graphstep.cli.loaded_engine import memory_needed
 from graphstep.cli.main import main
 from graphstep.config import InferenceCudaGraphScope
-from graphstep.errors import ConfigError
+from graphstep.errors import ConfigError, UserInputError
 
 SMALL = shlex.split(
     "--inference-dynamic-batching-max-requests 2 --inference-dynamic-batching-max-tokens 16 "
@@ -152,6 +153,27 @@ def test_prompts_of_a_file_and_of_standard_input(
         assert as_json(checkpoint, capsys, *words, *source) == of_file
 
 
+def test_seeds_go_on_at_the_first_behind_the_last(checkpoint: Path, capsys: Output) -> None:
+    words = ("--max-new-tokens", "8", "--ignore-eos", "--prompt", "same")
+    both = as_json(checkpoint, capsys, *words, "same", "--seed", str(2**63 - 1))
+    assert as_json(checkpoint, capsys, *words, "--seed", str(2**63 - 1)) == both[:1]
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "utf-8"])
+def test_prompts_that_cannot_be_written(
+    encoding: str, llama: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Letters that the terminal does not have, and bytes of a command line that are no text."""
+    for folder in (llama, checkpoint):
+        content = io.BytesIO()
+        monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(content, encoding=encoding))
+        generate(folder, "--prompt", "naïve", "\udcff", "--max-new-tokens", "2")
+        sys.stdout.flush()
+        said = content.getvalue().decode(encoding)
+        assert ("naïve" if encoding == "utf-8" else "na?ve") in said
+        assert ">>> ?\n" in said
+
+
 def message(capsys: Output) -> str:
     shown = capsys.readouterr()
     assert shown.out == ""
@@ -174,6 +196,24 @@ def message(capsys: Output) -> str:
 def test_bad_input_is_one_message(argv: str, what: str, checkpoint: Path, capsys: Output) -> None:
     generate(checkpoint, *shlex.split(argv), code=2)
     assert what in message(capsys)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError(),
+        RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried\nmore"),
+        ValueError("array is too big"),
+    ],
+)
+def test_too_little_memory_is_one_message(error: Exception) -> None:
+    with pytest.raises(UserInputError, match="not enough memory for this model and cache"), memory_needed():
+        raise error
+
+
+def test_other_errors_are_not_about_memory() -> None:
+    with pytest.raises(ValueError, match="another"), memory_needed():
+        raise ValueError("another")
 
 
 def test_a_folder_that_is_not_there(capsys: Output) -> None:
@@ -216,6 +256,7 @@ def test_logits_that_are_not_finite(capsys: Output, tmp_path: Path) -> None:
         ("--model x --lr 1", "graphstep generate --help"),
         ("--model x --inference-cuda-graph-scope block", "local makes inference graphs"),
         ("--model x --max-new-tokens 0", "above 0"),
+        ("--model x --temperature 1e300", "--temperature must be 0 to 1e+06"),
     ],
 )
 def test_options_that_cannot_be(argv: str, what: str) -> None:

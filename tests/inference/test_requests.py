@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from graphstep.errors import RequestError
-from graphstep.inference.requests import SAMPLING_FORMAT, DrawNeeds, Request, SamplingParams, draw_key
+from graphstep.inference.requests import SAMPLING_FORMAT, DrawNeeds, Request, SamplingParams, draw_key, later_seed
 
 
 @pytest.mark.parametrize(
@@ -21,6 +21,7 @@ from graphstep.inference.requests import SAMPLING_FORMAT, DrawNeeds, Request, Sa
         ("temperature", math.nan),
         ("temperature", math.inf),
         ("temperature", "hot"),
+        ("temperature", 1e300),
         ("top_k", -1),
         ("top_p", 0.0),
         ("top_p", 1.1),
@@ -73,6 +74,18 @@ def test_packed_settings() -> None:
     packed = SamplingParams(temperature=0.5, top_p=0.25, top_k=2**40, seed=-7).packed(3)
     assert struct.unpack(SAMPLING_FORMAT, packed) == (draw_key(-7), 0.5, 0.25, 2**31 - 1, 0)
     assert struct.unpack(SAMPLING_FORMAT, SamplingParams().packed(3)) == (draw_key(3), 1.0, 1.0, 0, 0)
+
+
+def test_a_temperature_that_devices_take_for_0_is_0() -> None:
+    """Dividing by what is no number of 32 bits would give logits that are not finite."""
+    for temperature in (5e-324, 1e-320, 1e-40):
+        assert struct.unpack(SAMPLING_FORMAT, SamplingParams(temperature=temperature).packed(3))[1] == 0
+    assert struct.unpack(SAMPLING_FORMAT, SamplingParams(temperature=1e6).packed(3))[1] == 1e6
+
+
+def test_seeds_in_a_row() -> None:
+    assert [later_seed(2**63 - 2, number) for number in range(3)] == [2**63 - 2, 2**63 - 1, -(2**63)]
+    assert later_seed(-(2**63), 0) == -(2**63)
 
 
 def test_draw_keys_differ_and_are_signed() -> None:

@@ -48,6 +48,14 @@ def test_the_pieces_are_the_text(words: str, tokenizer: HuggingFaceText) -> None
     assert all("\N{REPLACEMENT CHARACTER}" not in part for part in parts)
 
 
+def test_halves_of_pairs_are_no_text(tokenizer: HuggingFaceText) -> None:
+    """Bytes of a command line come as such."""
+    for text in (tokenizer, ByteText()):
+        assert "".join(pieces(text, text.encode("a\udcffb\ud800c"))).count("a") == 1
+    assert ByteText().encode("\udcff") == [0xFF]
+    assert tokenizer.encode("\udcff") == tokenizer.encode("\N{REPLACEMENT CHARACTER}" * 3)
+
+
 def test_tokens_without_text(tokenizer: HuggingFaceText) -> None:
     hello = tokenizer.encode("hello")[1:]
     assert "".join(pieces(tokenizer, [0, *hello, 1, tokenizer.vocabulary + 5, -1])) == "hello"

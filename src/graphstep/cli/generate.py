@@ -16,12 +16,19 @@ from rich.table import Table
 from rich.text import Text
 
 from graphstep.cli.generate_options import GenerateOptions
-from graphstep.cli.loaded_engine import device_of, engine_config, graph_and_cache_rows, load, tokenizer_of
+from graphstep.cli.loaded_engine import (
+    device_of,
+    engine_config,
+    graph_and_cache_rows,
+    load,
+    memory_needed,
+    tokenizer_of,
+)
 from graphstep.config import InferenceCudaGraphScope
-from graphstep.errors import DataError, Problem, RequestError, UserInputError
+from graphstep.errors import DataError, Problem, RequestError
 from graphstep.inference.engine import DynamicEngine
 from graphstep.inference.load import LoadedModel
-from graphstep.inference.requests import FinishReason, SamplingParams
+from graphstep.inference.requests import FinishReason, SamplingParams, later_seed
 from graphstep.inference.streams import TokenStream
 from graphstep.inference.text import TextTokens
 
@@ -53,13 +60,8 @@ def run(options: GenerateOptions) -> int:
     """
     device = device_of(options)
     prompts = _prompts(options)
-    try:
+    with memory_needed():
         return _run(options, device, prompts)
-    except (MemoryError, torch.OutOfMemoryError) as error:
-        what = f"there is not enough memory for this model and cache: {str(error).splitlines()[0] or 'no memory left'}"
-        where = "--model, --inference-dynamic-batching-buffer-size-gb, --inference-dynamic-batching-max-tokens"
-        fix = "lower one of them, or use --dtype bfloat16"
-        raise UserInputError(Problem("out-of-memory", what, where, fix)) from error
 
 
 def _run(options: GenerateOptions, device: torch.device, prompts: Sequence[str]) -> int:
@@ -91,7 +93,7 @@ def _generate(
         started = time.perf_counter()
         for number, (prompt, stream, settings) in enumerate(zip(prompts, streams, sampling, strict=True)):
             if not as_json and len(prompts) > 1:
-                print(f"{'' if number == 0 else chr(10)}>>> {prompt}")
+                print(f"{'' if number == 0 else chr(10)}>>> {_writable(prompt)}")
             pieces = []
             for piece in _pieces(stream, text, settings):
                 if result.first_token_seconds is None:
@@ -160,7 +162,7 @@ def _sampling(
             temperature=options.temperature,
             top_k=options.top_k,
             top_p=options.top_p,
-            seed=options.seed + number,
+            seed=later_seed(options.seed, number),
             stop_tokens=stops,
         )
         for number in range(num_prompts)

@@ -15,6 +15,7 @@ from graphstep.config.options.option import integer, number, positive, text
 from graphstep.config.parsing import read_options
 from graphstep.config.validation import Notice
 from graphstep.errors import Problem
+from graphstep.inference.requests import MAX_TEMPERATURE
 
 DTYPES: Final = ("float32", "bfloat16", "float16")
 _GROUP = "generation"
@@ -231,7 +232,7 @@ def read_generate_options(argv: Sequence[str], env: Mapping[str, str] = os.envir
 
 def _problems_of_ranges(own: Mapping[str, Any]) -> list[Problem]:
     checks = (
-        ("temperature", own["temperature"] >= 0, "0 or more"),
+        ("temperature", 0 <= own["temperature"] <= MAX_TEMPERATURE, f"0 to {MAX_TEMPERATURE:g}"),
         ("top_k", own["top_k"] >= 0, "0 or more"),
         ("top_p", 0 < own["top_p"] <= 1, "above 0 and at most 1"),
     )

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Final, Protocol
 
 import torch
 
 from graphstep.config import InferenceConfig, InferenceCudaGraphScope
-from graphstep.errors import ConfigError, DataError, Problem
+from graphstep.errors import ConfigError, DataError, GraphstepError, Problem, UserInputError
 from graphstep.inference.engine import DynamicEngine
 from graphstep.inference.engine_config import EngineConfig
 from graphstep.inference.load import LoadedModel, load_model
 from graphstep.inference.text import ByteText, HuggingFaceText, TextTokens
 
+_OUT_OF_MEMORY: Final = (
+    "can't allocate memory",
+    "not enough memory",
+    "size calculation overflowed",
+    "array is too big",
+)
 _MIB: Final = 2**20
 _LENGTH_OPTION: Final = "--inference-max-seq-length"
 
@@ -60,6 +68,28 @@ class EngineOptions(Protocol):
     @property
     def seed(self) -> int:
         """Of requests without one."""
+
+
+@contextmanager
+def memory_needed() -> Iterator[None]:
+    """Say what to do where the body finds too little memory.
+
+    Raises:
+        UserInputError: instead of what PyTorch and Python raise then.
+    """
+    try:
+        yield
+    except (MemoryError, RuntimeError, ValueError) as error:
+        is_memory = isinstance(error, MemoryError | torch.OutOfMemoryError)
+        # PyTorch has a type for it on devices only.
+        is_said = not isinstance(error, GraphstepError) and any(text in str(error) for text in _OUT_OF_MEMORY)
+        if not (is_memory or is_said):
+            raise
+        reason = next(iter(str(error).splitlines()), "") or "no memory left"
+        what = f"there is not enough memory for this model and cache: {reason}"
+        where = "--model, --inference-dynamic-batching-buffer-size-gb, --inference-dynamic-batching-max-tokens"
+        fix = "lower one of them, or use --dtype bfloat16"
+        raise UserInputError(Problem("out-of-memory", what, where, fix)) from error
 
 
 def device_of(options: EngineOptions) -> torch.device:

@@ -5,14 +5,20 @@ from __future__ import annotations
 import logging
 import signal
 
-import torch
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from graphstep.cli.loaded_engine import device_of, engine_config, graph_and_cache_rows, load, tokenizer_of
+from graphstep.cli.loaded_engine import (
+    device_of,
+    engine_config,
+    graph_and_cache_rows,
+    load,
+    memory_needed,
+    tokenizer_of,
+)
 from graphstep.cli.serve_options import ServeOptions
-from graphstep.errors import ConfigError, Problem, UserInputError
+from graphstep.errors import ConfigError, Problem
 from graphstep.inference.engine import DynamicEngine
 from graphstep.inference.load import LoadedModel
 from graphstep.inference.text import HuggingFaceText, TextTokens
@@ -46,13 +52,8 @@ def run(options: ServeOptions) -> int:
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     # Memory is reported before the cache takes it: where it is too little, these lines are the last.
     logging.getLogger("graphstep.inference").setLevel(logging.INFO)
-    try:
+    with memory_needed():
         return _run(options)
-    except (MemoryError, torch.OutOfMemoryError) as error:
-        what = f"there is not enough memory for this model and cache: {str(error).splitlines()[0] or 'no memory left'}"
-        where = "--model, --inference-dynamic-batching-buffer-size-gb, --inference-dynamic-batching-max-tokens"
-        fix = "lower one of them, or use --dtype bfloat16"
-        raise UserInputError(Problem("out-of-memory", what, where, fix)) from error
 
 
 def _run(options: ServeOptions) -> int:

@@ -52,8 +52,11 @@ class ByteText:
     stop_tokens = (_NUM_BYTES,)
 
     def encode(self, text: str) -> list[int]:
-        """See :class:`TextTokens`; no token is put in front."""
-        return list(text.encode("utf-8", "surrogateescape"))
+        """See :class:`TextTokens`; no token is put in front. Bytes of a command line stay what they are."""
+        try:
+            return list(text.encode("utf-8", "surrogateescape"))
+        except UnicodeEncodeError:  # half of a pair, which stands for no byte
+            return list(text.encode("utf-8", "replace"))
 
     def stream(self) -> TextStream:
         """See :class:`TextTokens`."""
@@ -90,7 +93,8 @@ class HuggingFaceText:
         self.vocabulary: int = max(self._backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
     def encode(self, text: str) -> list[int]:
-        """See :class:`TextTokens`."""
+        """See :class:`TextTokens`. Bytes of a command line that are no text become U+FFFD."""
+        text = text.encode("utf-8", "surrogatepass").decode("utf-8", "replace")
         ids: list[int] = self._backend.encode(text, add_special_tokens=self._adds_special_tokens).ids
         return ids
 
