@@ -63,6 +63,12 @@ def test_states_take_their_part_of_the_budget() -> None:
     assert more - 1 < (requests + 1) * 8 + 1, "one more request would fit"
 
 
+@pytest.mark.parametrize("vocabulary", [0, -1, 41, 2.5])
+def test_a_vocabulary_that_the_model_does_not_have(vocabulary: Any) -> None:
+    with pytest.raises(ConfigError, match="tokens, and the model has 40"):
+        DynamicEngine(build_model("llama"), EngineConfig(vocabulary=vocabulary, num_blocks=4))
+
+
 def test_no_more_requests_than_there_are_going_to_be() -> None:
     assert limits_of(expected_requests=3).max_requests == 3
     assert limits_of(expected_requests=3000).max_requests == 32

@@ -6,9 +6,18 @@ from array import array
 from typing import Any
 
 import pytest
+import torch
 
 from graphstep.errors import RequestError
-from graphstep.inference.requests import SAMPLING_FORMAT, DrawNeeds, Request, SamplingParams, draw_key, later_seed
+from graphstep.inference.requests import (
+    SAMPLING_FORMAT,
+    DrawNeeds,
+    Request,
+    SamplingParams,
+    draw_key,
+    later_seed,
+    token_array,
+)
 
 
 @pytest.mark.parametrize(
@@ -30,6 +39,9 @@ from graphstep.inference.requests import SAMPLING_FORMAT, DrawNeeds, Request, Sa
         ("logprobs", 21),
         ("logprobs", -1),
         ("stop_tokens", ("a",)),
+        ("stop_tokens", None),
+        ("stop_tokens", 3),
+        ("stop_tokens", "3"),
     ],
 )
 def test_settings_out_of_range(name: str, value: object) -> None:
@@ -81,6 +93,20 @@ def test_a_temperature_that_devices_take_for_0_is_0() -> None:
     for temperature in (5e-324, 1e-320, 1e-40):
         assert struct.unpack(SAMPLING_FORMAT, SamplingParams(temperature=temperature).packed(3))[1] == 0
     assert struct.unpack(SAMPLING_FORMAT, SamplingParams(temperature=1e6).packed(3))[1] == 1e6
+
+
+@pytest.mark.parametrize(
+    "prompt", [[1, 2], (1, 2), range(1, 3), array("q", [1, 2]), torch.tensor([1, 2]), torch.tensor([1, 2]).numpy()]
+)
+def test_prompts_of_any_kind(prompt: Any) -> None:
+    assert token_array(prompt) == array("i", [1, 2])
+
+
+@pytest.mark.parametrize("prompt", ["ab", b"ab", [1.5], ["a"], None, 3, [[1]], [2**31], [2**70], torch.ones(2, 2)])
+def test_prompts_that_are_no_tokens(prompt: Any) -> None:
+    with pytest.raises(RequestError) as caught:
+        token_array(prompt)
+    assert caught.value.problems[0].code == "request-tokens"
 
 
 def test_seeds_in_a_row() -> None:

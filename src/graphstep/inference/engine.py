@@ -14,7 +14,7 @@ from torch import Tensor
 
 from graphstep.capture import CaptureReport, GraphSession
 from graphstep.config import InferenceCudaGraphScope
-from graphstep.errors import ConfigError, InputMismatchError, LifecycleError, Problem
+from graphstep.errors import InputMismatchError, LifecycleError
 from graphstep.inference.attention import attention_for
 from graphstep.inference.blocks import BlockPool
 from graphstep.inference.cache import CacheShape, InferenceCache
@@ -87,10 +87,7 @@ class DynamicEngine:
         options = self.config.inference
         shape = CacheShape.of(model)
         self.limits = self.config.limits(model, shape)
-        self._vocabulary = self.config.vocabulary or model.config.vocab_size
-        if self._vocabulary > model.config.vocab_size:
-            what = f"{self._vocabulary} tokens, and the model has {model.config.vocab_size}"
-            raise ConfigError(Problem("inference-vocabulary", what, "EngineConfig.vocabulary", "leave it out"))
+        self._vocabulary = self.config.vocabulary_of(model)
         block_size = options.inference_dynamic_batching_block_size
         self._metadata = StepMetadata(self.limits, block_size, device)
         if self.config.scope is not InferenceCudaGraphScope.none:
@@ -319,21 +316,16 @@ class DynamicEngine:
             keeps_running: see `weight_update`.
 
         Raises:
-            InputMismatchError: names that the model does not know or other shapes, all at once. Nothing was written.
+            InputMismatchError: names that the model does not know, other shapes or whole numbers, all at once. Nothing
+                was written.
         """
         own = self.model.state_dict(keep_vars=True)
-        wrong = [
-            f"{name}: expected {tuple(own[name].shape)}, got {tuple(tensor.shape)}"
-            if name in own
-            else f"{name}: unknown"
-            for name, tensor in weights.items()
-            if name not in own or own[name].shape != tensor.shape
-        ]
+        wrong = [what for name, new in weights.items() if (what := _misfit(name, own.get(name), new)) is not None]
         if wrong:
             raise InputMismatchError(
                 "weights that do not fit the model: " + "; ".join(wrong),
                 where="DynamicEngine.update_weights",
-                fix="give tensors by the names and in the shapes of model.state_dict()",
+                fix="give tensors by the names, in the shapes and types of model.state_dict()",
             )
         with self.weight_update(keeps_running=keeps_running) as update, torch.no_grad():
             for name, tensor in weights.items():
@@ -355,6 +347,8 @@ class DynamicEngine:
         """Free graphs, then the cache. Requests that are not finished end as cancelled. May be called twice."""
         if self._state is EngineState.CLOSED:
             return
+        for request in self._scheduler.unfinished():
+            self.cancel(request)
         self._state = EngineState.CLOSED
         self._session.close()
         self._cache.release()
@@ -431,3 +425,16 @@ class DynamicEngine:
                 where=where,
                 fix="call model.eval() before, and model.train() to go on with training",
             )
+
+
+def _misfit(name: str, own: Tensor | None, new: object) -> str | None:
+    """Why a weight cannot be copied, or ``None``."""
+    if own is None:
+        return f"{name}: unknown"
+    if not isinstance(new, Tensor):
+        return f"{name}: expected a tensor, got {type(new).__name__}"
+    if own.shape != new.shape:
+        return f"{name}: expected {tuple(own.shape)}, got {tuple(new.shape)}"
+    if own.is_floating_point() and not new.is_floating_point():
+        return f"{name}: expected {own.dtype} or another floating type, got {new.dtype}"
+    return None

@@ -110,6 +110,20 @@ class EngineConfig:
             batch_invariant=options.batch_invariant_mode,
         )
 
+    def vocabulary_of(self, model: GPTModel) -> int:
+        """Tokens that there are.
+
+        Raises:
+            ConfigError: more than the model has, or none.
+        """
+        most, wanted = model.config.vocab_size, self.vocabulary
+        if wanted is None:
+            return most
+        if not isinstance(wanted, int) or not 0 < wanted <= most:
+            what = f"{wanted} tokens, and the model has {most}"
+            raise ConfigError(Problem("inference-vocabulary", what, "EngineConfig.vocabulary", "leave it out"))
+        return wanted
+
     def ladder(self, limits: BatchLimits, *, has_states: bool) -> Ladder:
         """The buckets; for decode alone where there are recurrent states, because prompts change them by length."""
         if self.scope is InferenceCudaGraphScope.none:

@@ -8,9 +8,9 @@ import math
 import operator
 import struct
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Any, Final
 
 from graphstep.errors import Problem, RequestError
 
@@ -92,7 +92,10 @@ class SamplingParams:
                 yield _problem(name, "a whole number" if name in whole else "a finite number", value)
             elif not self._in_range(name, value):
                 yield _problem(name, _RANGES[name], value)
-        if not all(isinstance(token, int) and not isinstance(token, bool) for token in self.stop_tokens):
+        # Whoever is not typed may hand over one token, or none.
+        stops: Any = self.stop_tokens
+        is_collection = isinstance(stops, tuple | list | set | frozenset)
+        if not is_collection or not all(isinstance(token, int) and not isinstance(token, bool) for token in stops):
             yield _problem("stop_tokens", "token numbers", self.stop_tokens)
 
     def _in_range(self, name: str, value: float) -> bool:
@@ -119,6 +122,26 @@ _RANGES: Final = {
     "seed": "a signed 64-bit number",
     "logprobs": f"0 to {MAX_TOP_LOGPROBS}",
 }
+
+
+def token_array(prompt: Iterable[int]) -> array[int]:
+    """Return the tokens of a prompt, 32 bits each: of a list, a tensor, or whatever else gives whole numbers.
+
+    Raises:
+        RequestError: it gives something else.
+    """
+    try:
+        if isinstance(prompt, str | bytes | bytearray):
+            raise TypeError(f"it is {type(prompt).__name__}")
+        return array("i", prompt)
+    except (TypeError, ValueError) as error:
+        what = f"a prompt has to be a sequence of token numbers: {error}"
+        raise RequestError(
+            Problem("request-tokens", what, "prompt", "encode text with the model's tokenizer")
+        ) from error
+    except OverflowError as error:
+        what = f"tokens must lie between 0 and {2**31 - 1}: {error}"
+        raise RequestError(Problem("request-tokens", what, "prompt", "use the tokenizer of the model")) from error
 
 
 def later_seed(seed: int, number: int) -> int:

@@ -12,7 +12,15 @@ from dataclasses import dataclass
 from graphstep.errors import ConfigError, LifecycleError, Problem, RequestError
 from graphstep.inference.blocks import BlockPool, blocks_kept_free, extend_keys
 from graphstep.inference.matching import GraphMatcher
-from graphstep.inference.requests import NOT_FINITE, FinishReason, Output, Request, RequestState, SamplingParams
+from graphstep.inference.requests import (
+    NOT_FINITE,
+    FinishReason,
+    Output,
+    Request,
+    RequestState,
+    SamplingParams,
+    token_array,
+)
 from graphstep.inference.shapes import BatchLimits, BatchShape
 from graphstep.inference.step import Step
 
@@ -108,14 +116,15 @@ class Scheduler:
         Raises:
             RequestError: an empty prompt, or one that could never be served; all problems at once.
         """
+        prompt = token_array(prompt)
         problems = list(self._request_problems(prompt, sampling))
         if problems:
             raise RequestError(problems)
         number = self._num_added
         seed = (self._seed * 0x9E3779B97F4A7C15 + number) % 2**63
         length = min(len(prompt) + sampling.max_new_tokens, self.limits.max_sequence_length)
-        tokens, packed = array("i", prompt), sampling.packed(seed)
-        request = Request(number, tokens, len(prompt), sampling, length, packed, sampling.draw_flags)
+        packed = sampling.packed(seed)
+        request = Request(number, prompt, len(prompt), sampling, length, packed, sampling.draw_flags)
         self._num_added += 1
         self._waiting.append(request)
         return request
@@ -131,12 +140,17 @@ class Scheduler:
         if self._in_flight is not None and request in self._in_flight.requests:
             request.wanted_end = reason
             return False
-        if request.state is RequestState.WAITING:
-            self._waiting.remove(request)
-        else:
-            self._running.remove(request)
+        try:
+            (self._waiting if request.state is RequestState.WAITING else self._running).remove(request)
+        except ValueError as error:
+            what = f"request {request.number} belongs to another engine"
+            raise LifecycleError(what, where="Scheduler.end", fix="cancel it there") from error
         self._finish(request, reason)
         return True
+
+    def unfinished(self) -> list[Request]:
+        """The requests that run or wait."""
+        return [*self._running, *self._waiting]
 
     def schedule(self) -> Step | None:
         """Choose the work of the next step, and take the blocks it needs.
