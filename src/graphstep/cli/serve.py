@@ -50,6 +50,8 @@ def run(options: ServeOptions) -> int:
         fix = "pip install 'graphstep[serve]'"
         raise ConfigError(Problem("serve-not-installed", what, "graphstep serve", fix)) from error
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    # A line for each malformed request would let anybody fill the log.
+    logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
     # Memory is reported before the cache takes it: where it is too little, these lines are the last.
     logging.getLogger("graphstep.inference").setLevel(logging.INFO)
     with memory_needed():
