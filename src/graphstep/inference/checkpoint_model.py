@@ -79,6 +79,11 @@ def check_checkpoint(model: GPTModel, files: WeightFiles, *, where: str) -> None
         for name, tensor in ours.items()
         if name not in files or files.shape(name) != tuple(tensor.shape)
     ]
+    problems += [
+        f"{name}: its type is none that weights are computed with"
+        for name, tensor in ours.items()
+        if name in files and tensor.is_floating_point() and files.dtype(name) is None
+    ]
     problems += [f"{name}: expected nothing, found {list(files.shape(name))}" for name in files if name not in ours]
     if problems:
         shown = problems[:5] + ([f"... and {len(problems) - 5} more"] if len(problems) > 5 else [])
@@ -123,6 +128,8 @@ def _section(kind: Callable[..., _Section], values: Mapping[str, Any], path: Pat
         return kind(**plain)
     except ConfigError as error:
         raise CheckpointError(error.problems) from error
+    except (TypeError, AttributeError) as error:  # null, where no rule expects it
+        raise _broken(f"an option that has no such value: {error}", path) from error
 
 
 def _broken(what: str, path: Path) -> CheckpointError:
