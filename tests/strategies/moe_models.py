@@ -96,3 +96,16 @@ def routed_model(favour: str, moe: MoEConfig = DROPLESS, letters: str = "EEE") -
             else:
                 router.weight.zero_()  # Ties.
     return model
+
+
+def tied_model(tie: str, moe: MoEConfig = DROPLESS) -> GPTModel:
+    """Two of three layers count together: they have one router, or counters in the same memory, or are one layer."""
+    model = experts_model(moe, "EEE")
+    first, second = routers(model)[:2]
+    if tie == "layer":
+        model.layers[1] = model.layers[0]
+    elif tie == "router":
+        model.layers[1].moe.router = first
+    else:
+        second._buffers.update(first._buffers)
+    return model

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from graphstep.capture.fast_check import FastCheck
 from graphstep.errors import StaleAddressError
 
-DROP: Final = "drop the graphs (reset_cuda_graph(), or close and attach or build again)"
+DROP: Final = "drop the graphs (reset(), reset_cuda_graph(), or close and attach or build again)"
 ATTACH_AGAIN: Final = "drop the graphs (close() the manager and attach again)"
 _MOST_NAMED: Final = 12
 

@@ -10,7 +10,16 @@ from torch import Tensor
 
 from graphstep.capture.graph_pair import GraphPair
 from graphstep.capture.observe import Observation
+from graphstep.capture.region import Region
+from graphstep.capture.signature import Signature
 from graphstep.errors import CaptureError, LifecycleError
+
+
+class NoGradientError(CaptureError):
+    """No result of a region needs a gradient: there is no backward half."""
+
+    region: Region
+    signature: Signature
 
 
 def capture_forwards(pairs: Sequence[GraphPair]) -> None:
@@ -19,7 +28,8 @@ def capture_forwards(pairs: Sequence[GraphPair]) -> None:
     Their outputs and what autograd saved stay in the pool until the backward halves are captured.
 
     Raises:
-        CaptureError: it cannot be captured, or no output of a region depends on anything that wants a gradient.
+        CaptureError: it cannot be captured.
+        NoGradientError: no output of a region depends on anything that wants a gradient.
         LifecycleError: captured already.
     """
     first = pairs[0]
@@ -34,11 +44,14 @@ def capture_forwards(pairs: Sequence[GraphPair]) -> None:
     for pair in pairs:
         pair.note_forward(recording if pair is first else None)
         if not any(pair.differentiable):
-            raise CaptureError(
-                "no output of this region has a gradient",
+            failed = NoGradientError(
+                "no result of it needs a gradient, so that there is no backward to capture",
                 where=pair.region.name,
-                fix="capture it forward-only, or leave it out of the captured modules",
+                fix="leave it out of what is captured; or see that results depend on what wants a gradient, outside of "
+                "no_grad() and detach()",
             )
+            failed.region, failed.signature = pair.region, pair.signature
+            raise failed
 
 
 def capture_backwards(pairs: Sequence[GraphPair], grad_outputs: Sequence[Tensor | None]) -> None:

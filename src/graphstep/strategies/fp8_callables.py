@@ -93,12 +93,16 @@ class Fp8Callables:
         is_on = any(enabled)
         has_state = any(has_fp8_state(module) for each in used for module in each)
         library = TransformerEngine.found(imports=is_on) if is_on or has_state else None
-        if given.get("fp8_weight_caching") and not is_on:
-            problems.append(
-                _problem(
-                    "fp8_weight_caching", "it is given without fp8_enabled", "add fp8_enabled=True, or leave it out"
-                )
-            )
+        if not is_on:
+            # A recipe and a group may wait for a switch that is said to be off; calibration without fp8 is TE's own.
+            is_said = "fp8_enabled" in keywords or "enabled" in keywords
+            idle = ["fp8_weight_caching", *([] if is_said else ["fp8_recipe", "fp8_group"])]
+            idle += ["fp8_calibrating"] if library is None else []
+            problems += [
+                _problem(name, "it is given without fp8_enabled", "add fp8_enabled=True, or leave it out")
+                for name in idle
+                if given.get(name) not in (None, False)
+            ]
         if library is None and is_on:
             problems += _without_the_library(used, enabled, given)
         if problems:

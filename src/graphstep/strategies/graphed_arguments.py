@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+import torch
 from torch import nn
 
 from graphstep.errors import ConfigError, Problem
@@ -51,10 +52,18 @@ class GraphedArguments:
         if is_single and order is None:
             sample_args = (sample_args,)
         problems = [
-            _problem("callables", f"number {index + 1} is a {type(each).__name__} and cannot be called", "give modules")
+            _problem(
+                "callables",
+                f"number {index + 1} is a {type(each).__name__} and cannot be called",
+                "give modules or functions",
+            )
             for index, each in enumerate(given)
             if not callable(each)
         ]
+        if not torch.is_grad_enabled():
+            what = "grad mode is off: there are no gradients to capture, and calls run eagerly in this mode"
+            fix = "call it outside of no_grad() and inference_mode(), with samples and modules made outside as well"
+            problems.append(Problem("graphed-callables-grad-mode", what, "make_graphed_callables", fix))
         problems += _repeated_modules(given, is_ordered=order is not None)
         if isinstance(num_warmup_iters, bool) or not isinstance(num_warmup_iters, int) or num_warmup_iters < 0:
             what = f"{num_warmup_iters!r} is no number of runs"
@@ -150,7 +159,8 @@ def _read_samples(
     arguments = list(sample_args) if isinstance(sample_args, (tuple, list)) else None
     if arguments is None or not all(isinstance(each, (tuple, list)) for each in arguments):
         what = "it has to be a tuple of arguments for one callable, and a tuple of such tuples for several"
-        problems.append(_problem("sample_args", what, "write (x,) for a single argument"))
+        fix = "write (x,) for a single argument, and ((x,), (y,)) for two callables or microbatches"
+        problems.append(_problem("sample_args", what, fix))
         return []
     if sample_kwargs is None or isinstance(sample_kwargs, Mapping):
         named = [dict(sample_kwargs or {}) for _ in range(num_samples)]

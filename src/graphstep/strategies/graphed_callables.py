@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from types import CellType
 from typing import Any, Final, Unpack
 
 import torch
@@ -15,6 +14,7 @@ from torch import Tensor, nn
 from graphstep.capture.chain import Chain
 from graphstep.capture.graph_pair import GraphPair
 from graphstep.capture.lanes import Lanes
+from graphstep.capture.pair_capture import NoGradientError
 from graphstep.capture.plan import Event, Key, Phase, PlanObserver, Variant
 from graphstep.capture.region import Region
 from graphstep.capture.session import GraphSession
@@ -29,9 +29,16 @@ from graphstep.strategies.callable_graphs import (
     GraphedCallable,
     ScheduledCallable,
 )
+from graphstep.strategies.callable_modules import all_modules_of, device_of, modules_of
 from graphstep.strategies.fp8_callables import Fp8Callables, Fp8Keywords
 from graphstep.strategies.graphed_arguments import GraphedArguments, Hooks
-from graphstep.strategies.local_capture import EVERY_PARAMETER, Order, capture_chains, shared_parameters
+from graphstep.strategies.local_capture import (
+    EVERY_PARAMETER,
+    Order,
+    RegionFailedError,
+    capture_chains,
+    shared_parameters,
+)
 from graphstep.strategies.local_forward import InstalledForward, own_forward
 from graphstep.strategies.order_cursor import OrderCursor, Turn
 from graphstep.strategies.sample_chains import results_among
@@ -76,7 +83,8 @@ def make_graphed_callables(
             those are read where they are, without a copy. A callable whose results need no gradient, such as a frozen
             one, gets no graphs and runs eagerly at any time, with a warning.
         num_warmup_iters: eager runs of each callable before its capture.
-        allow_unused_input: do not mind arguments and parameters that want a gradient and get none.
+        allow_unused_input: do not mind arguments and parameters that want a gradient and get none. Where no result
+            needs one then, the callable runs eagerly, as a frozen one does.
         sample_kwargs: keyword arguments: one dict, or one for each entry of ``sample_args``.
         pool: accepted; memory is shared among callables that are given together, and not with other graphs. Also as the
             fifth positional argument, as torch has it.
@@ -125,14 +133,30 @@ def make_graphed_callables(
     asked = GraphedArguments.read(
         callables, sample_args, sample_kwargs, num_warmup_iters, _order, _num_layers_per_chunk, capture_time_hooks
     )
-    fp8_callables = Fp8Callables.read([_all_modules_of(each) for each in asked.callables], fp8)
-    made = _Making(asked, num_warmup_iters, fp8_callables, reuses=_reuse_graph_input_output_buffers)
+    modules = [all_modules_of(each) for each in asked.callables]
+    fp8_callables = Fp8Callables.read(modules, fp8)
     if pre_warmup_hook is not None:
         pre_warmup_hook()
-    with fp8_callables.captured():
-        return made.run(
-            accumulates=accumulate_param_grads, allows_unused=allow_unused_input, afterwards=post_warmup_hook
-        )
+    eager: set[tuple[int, Signature]] = set()
+    while True:
+        made = _Making(asked, num_warmup_iters, fp8_callables, eager, reuses=_reuse_graph_input_output_buffers)
+        try:
+            with fp8_callables.captured():
+                return made.run(
+                    accumulates=accumulate_param_grads, allows_unused=allow_unused_input, afterwards=post_warmup_hook
+                )
+        except RegionFailedError as error:
+            if not isinstance(error.__cause__, NoGradientError):
+                raise
+            if not allow_unused_input:
+                raise CaptureError(
+                    "parameters or arguments want a gradient, and no result needs one",
+                    where=error.__cause__.region.name,
+                    fix="compute a result outside of no_grad() and detach(); or set requires_grad=False, or give "
+                    "allow_unused_input=True, and it runs eagerly",
+                ) from error
+            eager.add(made.index_and_signature(error.__cause__))
+            fp8_callables = Fp8Callables.read(modules, fp8)
 
 
 def _is_pool(value: Any) -> bool:
@@ -176,9 +200,19 @@ def _install(module: nn.Module, graphs: CallableGraphs, forward: Callable[..., A
 class _Making:
     """Turns an order into a plan, and captures it."""
 
-    def __init__(self, asked: GraphedArguments, num_warmup_runs: int, fp8: Fp8Callables, *, reuses: bool) -> None:
+    def __init__(
+        self,
+        asked: GraphedArguments,
+        num_warmup_runs: int,
+        fp8: Fp8Callables,
+        eager: Collection[tuple[int, Signature]],
+        *,
+        reuses: bool,
+    ) -> None:
         self._asked = asked
         self._fp8 = fp8
+        self._eager = eager
+        """Index of a callable and signature of a call: what is known to have no result that needs a gradient."""
         self._num_warmup_runs = num_warmup_runs
         self._reuses = reuses
         self.scheduled: list[ScheduledCallable] = []
@@ -198,12 +232,12 @@ class _Making:
         """
         asked = self._asked
         tensors = [tensor for sample in asked.samples for tensor in flatten(sample)[0]]
-        device = _device_of(tensors, asked.callables)
+        device = device_of(tensors, asked.callables)
         session = GraphSession(device)
         graphs = CallableGraphs(session)
         try:
             self._schedule(session)
-            self._leave_out_without_gradient(session)
+            left_out = self._leave_out_without_gradient(session)
             self._follow_fp8(graphs)
             self._link(session)
             turns = self._plan()
@@ -239,7 +273,17 @@ class _Making:
         except BaseException:
             graphs.close()
             raise
+        if left_out:
+            warnings.warn(
+                f"{', '.join(left_out)} will run eagerly: no result needs a gradient, so that there is no backward",
+                UserWarning,
+                stacklevel=3,
+            )
         return result
+
+    def index_and_signature(self, error: NoGradientError) -> tuple[int, Signature]:
+        """Of what has failed: the place of the callable in what was given, and what it was called with."""
+        return self._callable_of[error.region], error.signature
 
     def _schedule(self, session: GraphSession) -> None:
         """Fill :attr:`scheduled`: for each sample its callable and its turns."""
@@ -267,29 +311,31 @@ class _Making:
                         )
                     )
 
-    def _leave_out_without_gradient(self, session: GraphSession) -> None:
-        """What is frozen, and has no argument that wants a gradient, has no backward to be captured."""
+    def _leave_out_without_gradient(self, session: GraphSession) -> list[str]:
+        """What is frozen, and has no argument that wants a gradient, has no backward to be captured.
+
+        Returns:
+            The names of such callables.
+        """
         known: dict[tuple[Region, Signature], bool] = {}
         for scheduled, (arguments, named) in zip(self.scheduled, self._asked.samples, strict=True):
             region, key = scheduled.captured.region, (scheduled.captured.region, scheduled.signature)
             if key not in known:
-                known[key] = any(
-                    tensor.requires_grad for tensor in (*region.tensors(), *flatten((arguments, named))[0])
-                ) or _has_gradient(region.function, arguments, named, session)
+                tensors = (*region.tensors(), *flatten((arguments, named))[0])
+                known[key] = (self._callable_of[region], scheduled.signature) not in self._eager and (
+                    any(tensor.requires_grad for tensor in tensors)
+                    or _has_gradient(region.function, arguments, named, session)
+                )
             scheduled.has_gradient = known[key]
         names = list(dict.fromkeys(region.name for (region, _), has_gradient in known.items() if not has_gradient))
         if not any(known.values()):
             raise CaptureError(
                 f"there is nothing to capture: no result of {', '.join(names)} needs a gradient",
                 where="make_graphed_callables",
-                fix="give samples and parameters with requires_grad=True, or leave the graphs out",
+                fix="let results depend on samples or parameters with requires_grad=True, outside of no_grad() and "
+                "detach(); or leave the graphs out",
             )
-        if names:
-            warnings.warn(
-                f"{', '.join(names)} will run eagerly: no result needs a gradient, so that there is no backward",
-                UserWarning,
-                stacklevel=4,
-            )
+        return names
 
     def _link(self, session: GraphSession) -> None:
         """Fill :attr:`_results`."""
@@ -360,7 +406,7 @@ class _Making:
         function = self._asked.callables[index]
         name = f"callables[{index}] ({getattr(function, '__name__', type(function).__name__)})"
         names = names_of(function)
-        roots = tuple((name, module) for module in _modules_of(function))
+        roots = tuple((name, module) for module in modules_of(function))
         modules = {id(module): module for _, root in roots for module in root.modules()}
         if isinstance(function, nn.Module):
             function = own_forward(function)
@@ -413,29 +459,6 @@ class _Making:
                 )
 
 
-def _modules_of(function: Any) -> list[nn.Module]:
-    """The modules that a callable shows that it uses: itself, its owner, what it was given, what it closes over."""
-    if isinstance(function, nn.Module):
-        return [function]
-    if isinstance(function, partial):
-        given = [function.func, *function.args, *function.keywords.values()]
-        return list(dict.fromkeys(module for each in given for module in _modules_of(each)))
-    cells = [cell.cell_contents for cell in getattr(function, "__closure__", None) or () if _is_filled(cell)]
-    owner = getattr(function, "__self__", None)
-    return list(dict.fromkeys(each for each in (owner, *cells) if isinstance(each, nn.Module)))
-
-
-def _all_modules_of(function: Any) -> list[nn.Module]:
-    return list(dict.fromkeys(each for module in _modules_of(function) for each in module.modules()))
-
-
-def _is_filled(cell: CellType) -> bool:
-    try:
-        return cell.cell_contents is not None
-    except ValueError:
-        return False
-
-
 def _refuse_unused(pair: GraphPair, captured: CapturedCallable) -> None:
     arguments = argument_names(pair.signature, captured.names)
     unused = [
@@ -454,7 +477,8 @@ def _refuse_unused(pair: GraphPair, captured: CapturedCallable) -> None:
         raise CaptureError(
             f"{', '.join(unused)} wants a gradient and gets none",
             where=pair.region.name,
-            fix="use it in what the callable computes, set requires_grad=False, or give allow_unused_input=True",
+            fix="use it in what the callable computes, outside of no_grad() and detach(); set requires_grad=False; or "
+            "give allow_unused_input=True",
         )
 
 
@@ -470,10 +494,3 @@ def _has_gradient(
 
     session.observe(run)
     return any(found)
-
-
-def _device_of(tensors: Sequence[Tensor], callables: Sequence[Callable[..., Any]]) -> torch.device:
-    parameters = (p for each in callables if isinstance(each, nn.Module) for p in each.parameters())
-    devices = {tensor.device: None for tensor in (*tensors, *parameters)}
-    accelerated = [device for device in devices if device.type != "cpu"]
-    return accelerated[0] if accelerated else torch.device("cpu")

@@ -191,7 +191,7 @@ class _Capturing:
             failed = RegionFailedError(
                 f"the {event.phase.value} failed: {type(error).__name__}: {error}",
                 where="; ".join([region.name, *filter(None, [str(user_line_of(error) or "")])]),
-                fix="run the region by itself with the shapes of the step, or leave it out of the captured modules",
+                fix="see that it runs eagerly with the same arguments; or leave it out of what is captured",
             )
             failed.region, failed.is_of_several = region, len(segment) > 1
             raise failed from error

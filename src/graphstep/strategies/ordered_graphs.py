@@ -341,9 +341,9 @@ class OrderedGraphs(CudaGraphManager):
                 "under torch.no_grad()",
             )
         if observer.plan.reused:
-            names = ", ".join(region.name for region in observer.plan.reused)
+            names = ", ".join(sorted(region.name for region in observer.plan.reused))
             raise CaptureError(
-                f"{names} runs several times in a microbatch; a schedule has one turn for each layer",
+                f"called several times in a microbatch: {names}; a schedule has one turn for each layer",
                 where="create_cudagraphs",
                 fix="use a layer once, or graphstep.attach, which captures each use",
             )

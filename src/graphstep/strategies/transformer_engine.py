@@ -73,6 +73,10 @@ class TECudaGraphHelper:
     ) -> None:
         del optimizers
         chunks = _checked_chunks(model, config, {"seq_length": seq_length, "micro_batch_size": micro_batch_size})
+        sizes = (num_microbatches, pipeline_size, pipeline_rank, microbatch_group_size)
+        if order is not None and sizes != (1, 1, 0, None):
+            what = "order says what the numbers of microbatches and stages would, and some were given as well"
+            raise ConfigError(Problem("te-order-and-sizes", what, "argument order", "give either order or the numbers"))
         if order is None:
             is_single = pipeline_size == 1 and len(chunks) == 1
             order = pipeline_order(
@@ -90,6 +94,15 @@ class TECudaGraphHelper:
         except ConfigError as error:
             raise ConfigError([_without_flags(problem) for problem in error.problems]) from None
         self._has_captured = self._is_deleted = False
+        self._warn_of_empty_chunks(len(chunks))
+
+    def _warn_of_empty_chunks(self, num_chunks: int) -> None:
+        # Of several chunks, the names of layers begin with the number of theirs.
+        found = {row.name.partition(".")[0] for row in self._graphs.report().rows}
+        empty = [str(n + 1) for n in range(num_chunks) if str(n) not in found]
+        if num_chunks > 1 and found and empty:
+            what = f"no layer of model chunk {', '.join(empty)} is captured: all of it runs eagerly"
+            warnings.warn(what, UserWarning, stacklevel=3)
 
     @property
     def num_buffer_sets(self) -> tuple[int, ...]:

@@ -12,7 +12,16 @@ import pytest
 import torch
 from tests.models.tiny import seeded
 from tests.strategies.attach.attached import Loop, schedule, twins
-from tests.strategies.moe_models import BALANCING, DISPATCH, DROPLESS, SHARED, WIDE, experts_model, routed_model
+from tests.strategies.moe_models import (
+    BALANCING,
+    DISPATCH,
+    DROPLESS,
+    SHARED,
+    WIDE,
+    experts_model,
+    routed_model,
+    tied_model,
+)
 from torch import nn
 
 import graphstep
@@ -72,6 +81,19 @@ def test_adversarial_routing(device: torch.device, modules: Any, dispatch: str, 
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     loop = twins(device, partial(train, num_steps=3), build=build, dtype=dtype, config={"modules": modules})
     assert loop.num_replays > 0
+
+
+@pytest.mark.parametrize("tie", ["counters", "router", "layer"])
+@pytest.mark.parametrize("dispatch", STATIC)
+@pytest.mark.parametrize("modules", [PARTIAL, ()], ids=lambda each: "+".join(each) or "layers")
+def test_tied_counters(device: torch.device, modules: Any, dispatch: str, tie: str) -> None:
+    """Several layers count tokens and losses, and move a bias, in the same memory."""
+    moe = replace(DISPATCH[dispatch], **BALANCING["bias"], moe_z_loss_coeff=0.01)
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    config = {"modules": modules, "merge_layers": 0}
+    loop = twins(device, partial(train, num_steps=3), build=partial(tied_model, tie, moe), dtype=dtype, config=config)
+    assert loop.num_replays == (6 if modules else 3) * 2 * 2
+    assert set(loop.reasons()) == {"observed", "evaluation"}
 
 
 LAUNCHES: dict[str, tuple[Callable[[], Any], tuple[str, ...], int]] = {

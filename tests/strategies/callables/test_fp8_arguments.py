@@ -137,6 +137,8 @@ def test_a_failed_capture_gives_recipe_and_state_back(device: torch.device) -> N
         ({"fp8_enabled": [True]}, ["1 values for 2 callables"]),
         ({"fp8_enabled": [True, False], "fp8_calibrating": True, "fp8_group": "g"}, ["calibrate", "reduce_amax"]),
         ({"fp8_weight_caching": True}, ["fp8_weight_caching: it is given without fp8_enabled"]),
+        ({"fp8_enabled": False, "fp8_calibrating": True}, ["fp8_calibrating: it is given without fp8_enabled"]),
+        ({"recipe": DelayedScaling(), "fp8_group": "g"}, ["fp8_recipe: it is given", "fp8_group: it is given"]),
         ({"fp8_recipe": None, "recipe": None, "enabled": False, "fp8_enabled": False}, ["fp8_recipe", "fp8_enabled"]),
     ],
 )
@@ -147,6 +149,12 @@ def test_arguments_that_do_not_fit(options: dict[str, Any], texts: list[str]) ->
         graphstep.make_graphed_callables(modules, samples, **options)
     for text in texts:
         assert text in str(caught.value)
+
+
+def test_a_recipe_may_wait_for_a_switch_that_is_off(device: torch.device) -> None:
+    module, sample = nn.Linear(WIDE, WIDE, device=device), torch.ones(ROWS, WIDE, device=device)
+    graphed = graphstep.make_graphed_callables(module, (sample,), fp8_enabled=False, fp8_recipe=DelayedScaling())
+    graphed.forward.reset()
 
 
 def test_a_recipe_of_another_kind_leaves_the_layer(device: torch.device) -> None:

@@ -281,7 +281,7 @@ def test_a_layer_that_has_two_turns_is_refused(device: torch.device) -> None:
     run = Run(device, "none", build=partial(Decoder, order=(0, 1, 0)))
     helper = TECudaGraphHelper(run.model, CudaGraphConfig(impl=TE), 6, 2)
     run.step(1)
-    with pytest.raises(CaptureError, match=r"layers\.0 runs several times"):
+    with pytest.raises(CaptureError, match=r"several times in a microbatch: layers\.0;"):
         helper.create_cudagraphs()
     helper.delete_cuda_graphs()
     chunks = [Decoder(), Decoder()]
@@ -355,6 +355,22 @@ def test_no_layers_is_an_error() -> None:
         TECudaGraphHelper([], CudaGraphConfig(impl=TE), 6, 2)
     with pytest.raises(ConfigError):
         TECudaGraphHelper(Decoder(), CudaGraphConfig(impl="local"), 6, 2)
+
+
+def test_a_chunk_without_layers_is_told(device: torch.device) -> None:
+    chunks = [Decoder().to(device), nn.Linear(2, 2, device=device)]
+    with pytest.warns(UserWarning, match="no layer of model chunk 2 is captured") as caught:
+        helper = TECudaGraphHelper(chunks, CudaGraphConfig(impl=TE), 6, 2, num_microbatches=2)
+    assert [warning.filename for warning in caught] == [__file__]
+    helper.delete_cuda_graphs()
+
+
+@pytest.mark.parametrize(
+    "sizes", [{"num_microbatches": 2}, {"pipeline_size": 2}, {"pipeline_rank": 1}, {"microbatch_group_size": 1}]
+)
+def test_an_order_and_numbers_are_not_given_together(sizes: dict[str, int]) -> None:
+    with pytest.raises(ConfigError, match="order says what the numbers"):
+        TECudaGraphHelper(Decoder(), CudaGraphConfig(impl=TE), 6, 2, order=(1, -1), **sizes)
 
 
 def test_other_sizes_than_told_are_named(device: torch.device) -> None:
