@@ -7,6 +7,7 @@ import json
 import shlex
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from tests.inference.hugging_face import build, save, write_tokenizer
 from graphstep.cli.generate_options import read_generate_options
 from graphstep.cli.loaded_engine import memory_needed
 from graphstep.cli.main import main
+from graphstep.cli.serve_options import read_serve_options
 from graphstep.config import InferenceCudaGraphScope
 from graphstep.errors import ConfigError, UserInputError
 
@@ -278,6 +280,15 @@ def test_what_is_captured(argv: str, scope: str, is_required: bool) -> None:
     options = read_generate_options(["--model", "x", *shlex.split(argv)], {})
     assert options.scope is InferenceCudaGraphScope(scope)
     assert options.is_required is is_required
+
+
+@pytest.mark.parametrize("read", [read_generate_options, read_serve_options])
+def test_laziness_without_graphs_is_noticed(read: Callable[..., Any]) -> None:
+    words = ["--model", "x", "--lazy-cuda-graphs"]
+    assert [notice.code for notice in read(words, {}).notices] == ["lazy-without-graphs"]
+    options = read([*words, "--cuda-graph-impl", "local"], {})
+    assert not options.notices
+    assert options.lazy_cuda_graphs
 
 
 def test_wrong_options_are_answered_before_torch_is_loaded() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
@@ -217,17 +217,25 @@ def read_generate_options(argv: Sequence[str], env: Mapping[str, str] = os.envir
     reading.values["inference_dynamic_batching"] = True
     config = configure(reading, env=env)
     graphs = config.graphs
-    scope = graphs.inference_scope or InferenceCudaGraphScope.none
+    wanted = graphs.inference_scope or InferenceCudaGraphScope.none
+    scope = InferenceCudaGraphScope.none if graphs.policy is CapturePolicy.off else wanted
     return GenerateOptions(
         model=Path(own.pop("model")),
         prompts=tuple(own.pop("prompt") or ()),
         tokenizer_model=None if own["tokenizer_model"] is None else Path(own["tokenizer_model"]),
         inference=config.inference,
-        scope=InferenceCudaGraphScope.none if graphs.policy is CapturePolicy.off else scope,
+        scope=scope,
         is_required=graphs.policy is CapturePolicy.required,
-        notices=config.notices,
+        notices=(*config.notices, *notices_of_graphs(own["lazy_cuda_graphs"], scope)),
         **{name: value for name, value in own.items() if name != "tokenizer_model"},
     )
+
+
+def notices_of_graphs(is_lazy: bool, scope: InferenceCudaGraphScope) -> Iterator[Notice]:
+    """What has no effect without graphs."""
+    if is_lazy and scope is InferenceCudaGraphScope.none:
+        what = "--lazy-cuda-graphs has no effect: there are no graphs"
+        yield Notice("lazy-without-graphs", what, "--lazy-cuda-graphs", "add --cuda-graph-impl local")
 
 
 def _problems_of_ranges(own: Mapping[str, Any]) -> list[Problem]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Final
 
-from graphstep.cli.generate_options import GENERATE_OPTIONS
+from graphstep.cli.generate_options import GENERATE_OPTIONS, notices_of_graphs
 from graphstep.config import CapturePolicy, InferenceConfig, InferenceCudaGraphScope
 from graphstep.config.arguments import configure
 from graphstep.config.options import Option
@@ -146,7 +146,8 @@ def read_serve_options(argv: Sequence[str], env: Mapping[str, str] = os.environ)
     if server is None:
         raise ConfigError(reading.problems)
     model, graphs = Path(own["model"]), config.graphs
-    scope = graphs.inference_scope or InferenceCudaGraphScope.none
+    wanted = graphs.inference_scope or InferenceCudaGraphScope.none
+    scope = InferenceCudaGraphScope.none if graphs.policy is CapturePolicy.off else wanted
     return ServeOptions(
         model=model,
         tokenizer_model=None if own["tokenizer_model"] is None else Path(own["tokenizer_model"]),
@@ -156,12 +157,12 @@ def read_serve_options(argv: Sequence[str], env: Mapping[str, str] = os.environ)
         lazy_cuda_graphs=own["lazy_cuda_graphs"],
         seed=own["seed"],
         inference=config.inference,
-        scope=InferenceCudaGraphScope.none if graphs.policy is CapturePolicy.off else scope,
+        scope=scope,
         is_required=graphs.policy is CapturePolicy.required,
         served_model_name=own["served_model_name"] or model.resolve().name or "model",
         chat_template=own["chat_template"],
         server=server,
-        notices=config.notices,
+        notices=(*config.notices, *notices_of_graphs(own["lazy_cuda_graphs"], scope)),
     )
 
 
