@@ -48,6 +48,15 @@ def test_the_pieces_are_the_text(words: str, tokenizer: HuggingFaceText) -> None
     assert all("\N{REPLACEMENT CHARACTER}" not in part for part in parts)
 
 
+@given(words=st.text(max_size=12))
+def test_the_bytes_of_tokens_are_the_text(words: str, tokenizer: HuggingFaceText) -> None:
+    words = words.encode("utf-8", "ignore").decode()
+    for text, tokens in ((tokenizer, tokenizer.encode(words)), (ByteText(), ByteText().encode(words))):
+        assert b"".join(text.bytes_of(token) or b"" for token in tokens) == words.encode()
+    assert ByteText().bytes_of(256) == tokenizer.bytes_of(1) == b""
+    assert all(tokenizer.bytes_of(token) is not None for token in range(tokenizer.vocabulary))
+
+
 def test_halves_of_pairs_are_no_text(tokenizer: HuggingFaceText) -> None:
     """Bytes of a command line come as such."""
     for text in (tokenizer, ByteText()):
@@ -129,6 +138,9 @@ def test_decoders_that_fall_back_to_bytes(num_invalid: int, tmp_path: Path) -> N
     text = HuggingFaceText(tmp_path / "tokenizer.json")
     smile = list("🙂".encode())
     tokens = [256, *[0xFF] * num_invalid, 256, *smile, *smile, 256, *[257] * 3]
+    assert text.bytes_of(256) == b" hello"
+    assert text.bytes_of(0xFF) == b"\xff"
+    assert text.bytes_of(0x41) == b"A"
     found, longest = longest_window(text, tokens)
     assert (
         found

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import codecs
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Final, Protocol
 
 from graphstep.errors import DataError, Problem
@@ -15,6 +17,21 @@ _MOST_IN_CHARACTER: Final = 4
 """Bytes of a character, and so the most tokens that it can consist of."""
 _MOST_HELD: Final = 3 * _MOST_IN_CHARACTER
 """Tokens that may add nothing certain in a row."""
+
+
+_FALLBACK: Final = re.compile("<0x[0-9A-F]{2}>")
+"""How tokenizers that know few bytes write one."""
+
+
+def _letters_of_bytes() -> Mapping[str, int]:
+    """How tokenizers of bytes write each: as a letter of Latin-1 where there is one, else as the next one behind it."""
+    visible = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, _NUM_BYTES))
+    others = [byte for byte in range(_NUM_BYTES) if byte not in visible]
+    letters = {chr(byte): byte for byte in visible} | {chr(_NUM_BYTES + n): byte for n, byte in enumerate(others)}
+    return MappingProxyType(letters)
+
+
+_BYTE_OF_LETTER: Final = _letters_of_bytes()
 
 
 class TextStream(Protocol):
@@ -41,6 +58,9 @@ class TextTokens(Protocol):
     def encode(self, text: str) -> list[int]:
         """Tokens of a prompt, with those that the tokenizer puts in front of a text."""
 
+    def bytes_of(self, token: int) -> bytes | None:
+        """Bytes that a token adds to a text, which may be a part of a character; ``None``: not known."""
+
     def stream(self) -> TextStream:
         """Start a text."""
 
@@ -57,6 +77,10 @@ class ByteText:
             return list(text.encode("utf-8", "surrogateescape"))
         except UnicodeEncodeError:  # half of a pair, which stands for no byte
             return list(text.encode("utf-8", "replace"))
+
+    def bytes_of(self, token: int) -> bytes | None:
+        """See :class:`TextTokens`."""
+        return bytes([token]) if 0 <= token < _NUM_BYTES else b""
 
     def stream(self) -> TextStream:
         """See :class:`TextTokens`."""
@@ -97,6 +121,19 @@ class HuggingFaceText:
         text = text.encode("utf-8", "surrogatepass").decode("utf-8", "replace")
         ids: list[int] = self._backend.encode(text, add_special_tokens=self._adds_special_tokens).ids
         return ids
+
+    def bytes_of(self, token: int) -> bytes | None:
+        """See :class:`TextTokens`."""
+        # Behind itself, because some decoders drop the space of the first token.
+        text = self._decode([token, token])[len(self._decode([token])) :]
+        if _UNFINISHED not in text:
+            return text.encode()
+        letters = self._backend.id_to_token(token) or ""
+        if _FALLBACK.fullmatch(letters):
+            return bytes([int(letters[3:5], 16)])
+        known = [_BYTE_OF_LETTER.get(letter) for letter in letters]
+        found = [byte for byte in known if byte is not None]
+        return bytes(found) if len(found) == len(known) else None
 
     def stream(self) -> TextStream:
         """See :class:`TextTokens`."""
