@@ -160,10 +160,18 @@ def graph_and_cache_rows(engine: DynamicEngine) -> list[tuple[str, str]]:
         num_bytes = sum(each.pool_bytes for each in graphs)
         number = f"{len(graphs)} of {len(engine.runner.ladder.buckets)} shapes"
         rows.append(("graphs", f"{number} in {seconds:.2f} s; {'; '.join(engine.coverage())}"))
-        rows.append(("graph memory", f"{num_bytes / _MIB:.1f} MiB"))
+        rows.append(("graph memory", f"{num_bytes / _MIB:.1f} MiB{_measured(engine)}"))
     size = f"{blocks.capacity} blocks of {blocks.block_size} tokens, {cache.nbytes / _MIB:.1f} MiB"
     rows.append(("cache", size))
     return rows
+
+
+def _measured(engine: DynamicEngine) -> str:
+    measured = engine.cache_plan.measured
+    if measured is None:
+        return ""
+    of_step = f"the largest step without one {measured.step_bytes / _MIB:.1f} MiB"
+    return f"; measured before the cache was sized: {measured.graph_bytes / _MIB:.1f} MiB, {of_step}"
 
 
 def engine_config(
