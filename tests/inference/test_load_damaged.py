@@ -114,7 +114,7 @@ class TestConfigurations:
     @pytest.mark.parametrize(
         ("kind", "name", "value", "what"),
         [
-            ("llama", "num_hidden_layers", HUGE, f"{HUGE} layers in the configuration"),
+            ("llama", "num_hidden_layers", 9999, "9999 layers in the configuration"),
             ("llama", "num_hidden_layers", 3, r"the weights have no model\.layers\.2"),
             ("llama", "num_hidden_layers", 1, r"model\.layers\.1\..*not known"),
             ("llama", "vocab_size", HUGE, rf"embed_tokens\.weight: expected \[{HUGE}, 32\]"),
@@ -135,6 +135,7 @@ class TestConfigurations:
         ("name", "value"),
         [
             *((name, 10**30) for name in ("vocab_size", "hidden_size", "max_position_embeddings", "head_dim")),
+            ("num_hidden_layers", HUGE),
             ("hidden_size", True),
             ("sliding_window", 0),
             ("rms_norm_eps", float("inf")),

@@ -25,6 +25,7 @@ _ALWAYS: Final = (
     "num_attention_heads",
     "max_position_embeddings",
 )
+_MOST_LAYERS: Final = 10_000
 _FRACTIONS: Final = ("rms_norm_eps", "rope_theta", "partial_rotary_factor")
 _SWITCHES: Final = ("tie_word_embeddings", "attention_bias", "mlp_bias", "norm_topk_prob", "use_sliding_window")
 _USUAL_EPSILON: Final[Mapping[str, float]] = {"mixtral": 1e-5}
@@ -125,6 +126,8 @@ def _problems(config: Mapping[str, Any], max_positions: int | None) -> Iterator[
         yield f"an architecture of type {kind!r}, which is not known here", f"use one of: {', '.join(_KINDS)}"
         return  # Fields of others can mean anything.
     wrong = [name for name in _ALWAYS if not _is_count(config.get(name))]
+    # A number that is wrong must not fill the memory with what is known of each layer.
+    wrong += ["num_hidden_layers"] if not wrong and config["num_hidden_layers"] > _MOST_LAYERS else []
     if kind == "qwen3_moe" and not _is_count(config.get("moe_intermediate_size")):
         wrong.append("moe_intermediate_size")
     if kind in ("mixtral", "qwen3_moe"):
