@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 
 import numpy as np
 import pytest
 import torch
+
+from graphstep.native.build import Build
 
 SEED = 1234
 
 
 def pytest_configure(config: pytest.Config) -> None:
     torch.set_num_threads(1)
+    Build(os.environ).wait()  # Else it would be there for some tests, and not for others.
     if importlib.util.find_spec("hypothesis") is not None:
         from hypothesis import settings
 

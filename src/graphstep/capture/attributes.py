@@ -7,8 +7,6 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from itertools import chain, repeat
-from operator import is_
 from types import MemberDescriptorType, ModuleType
 from typing import Any, Final
 
@@ -16,12 +14,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from graphstep.capture.attribute_look import FastLook
 from graphstep.capture.callables import held_by, refuse_collected
-from graphstep.capture.fast_check import all_same
 from graphstep.capture.places import GONE, PLAIN, Place, join, key_name, storage_of
 from graphstep.capture.randomness import set_state, state_of
 from graphstep.engine import torch_private
 from graphstep.errors import CaptureError
+from graphstep.native.interface import Facts
 
 _MODULE_HOOKS: Final = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _TENSOR_HOOKS: Final = ("_backward_hooks", "_post_accumulate_grad_hooks")
@@ -30,8 +29,6 @@ OF_LIBRARIES: Final = frozenset(sys.stdlib_module_names) - {"types", "argparse"}
 """Not looked into, except for namespaces: loggers, locks and the like change without a meaning."""
 _DEPTH: Final = 3
 _MOST_ENTRIES: Final = 1000
-_LARGE_OBJECT: Final = 8
-"""Entries."""
 
 Named = tuple[str, nn.Module]
 
@@ -109,6 +106,10 @@ class Attributes:
     def hold(self) -> bool:
         """True if surely nothing has changed. Cost: less than 0.1 microseconds an attribute or kind of hook."""
         return self._look.holds()
+
+    def add_to(self, facts: Facts) -> bool:
+        """Have the compiled part look at the same. False if it cannot."""
+        return self._look.add_to(facts)
 
     def changed(self) -> list[str]:
         """The paths of what is not as it was."""
@@ -213,69 +214,6 @@ class Attributes:
                 where=where,
                 fix="return it from the captured module, or detach it if only its value is wanted",
             )
-
-
-class FastLook:
-    """For several of them: answers "surely as they were", or "look closer", at the speed of C."""
-
-    def __init__(self, watched: Iterable[Attributes]) -> None:
-        watched = list(watched)
-        noted = [each._noted for each in watched]
-        # Modules share configurations: once is enough.
-        entries = {(id(owner), name): (owner, name) for each in noted for _, owner, name, _ in each.entries}
-        values = {(id(owner), name, id(value)): value for each in noted for _, owner, name, value in each.entries}
-        self._is_possible = len(entries) == len(values)
-        """Else two of them have noted different values of one attribute."""
-        noted_of: dict[int, list[Any]] = {}
-        for (number, _, _), value in values.items():
-            noted_of.setdefault(number, []).append(value)
-        owners = {id(owner): owner for owner, _ in entries.values()}
-        # Of a large object, such as a configuration, all entries are compared in their order: at half the price.
-        self._whole = [
-            owner for number, owner in owners.items() if len(owner) == len(noted_of[number]) >= _LARGE_OBJECT
-        ]
-        self._in_whole = [value for owner in self._whole for value in noted_of[id(owner)]]
-        whole = set(map(id, self._whole))
-        apart = {key: value for key, value in values.items() if key[0] not in whole}
-        self._attributes = [owners[number] for number, _, _ in apart]
-        self._names = [name for _, name, _ in apart]
-        self._values = list(apart.values())
-        sized = {id(owner): (owner, len(keys)) for each in noted for _, owner, keys in each.dicts}
-        sized.update((id(owner), (owner, size)) for each in noted for _, owner, size in each.large)
-        sequences = {id(owner): (owner, before) for each in noted for _, owner, before in each.sequences}
-        sized.update((number, (owner, len(before))) for number, (owner, before) in sequences.items())
-        self._sized = [owner for owner, _ in sized.values()]
-        self._sizes = [size for _, size in sized.values()]
-        self._sequences = [owner for owner, before in sequences.values() if before]
-        self._elements = [element for _, before in sequences.values() for element in before]
-        slots = [slot for each in noted for slot in each.slots]
-        self._slot_owners = [owner for _, owner, _, _ in slots]
-        self._slot_names = [name for _, _, name, _ in slots]
-        self._slot_values = [value for _, _, _, value in slots]
-        module_hooks = {id(hooks): hooks for each in watched for _, hooks, _ in each._module_hooks}
-        self._module_hooks = list(module_hooks.values())
-        tensor_hooks = [(parameter, name) for each in watched for _, parameter, name, _ in each._tensor_hooks]
-        self._parameters = [parameter for parameter, _ in tensor_hooks]
-        self._hook_names = [name for _, name in tensor_hooks]
-        kinds = [each._module_hooks for each in watched], [each._tensor_hooks for each in watched]
-        self._had_hooks = any(entry[-1] for kind in kinds for entries in kind for entry in entries)
-
-    def holds(self) -> bool:
-        """True if all attributes are the same objects, and there are no hooks and were none."""
-        return (
-            self._is_possible
-            and not self._had_hooks
-            and not any(self._module_hooks)
-            and not (self._parameters and any(map(getattr, self._parameters, self._hook_names, repeat(None))))
-            and list(map(len, self._sized)) == self._sizes
-            and all(map(is_, self._values, map(dict.get, self._attributes, self._names)))
-            and (not self._whole or all_same(self._in_whole, chain.from_iterable(map(dict.values, self._whole))))
-            and (not self._elements or all_same(self._elements, chain.from_iterable(self._sequences)))
-            and (
-                not self._slot_values
-                or all_same(self._slot_values, map(getattr, self._slot_owners, self._slot_names, repeat(GONE)))
-            )
-        )
 
 
 @dataclass(slots=True)

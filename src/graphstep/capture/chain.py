@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor
 
-from graphstep.capture.gradients import GradientHomes, Guests, QuickLook
+from graphstep.capture.gradients import GradientHomes, Guests, Home, QuickLook
 from graphstep.capture.graph_pair import GraphPair
 from graphstep.capture.lanes import Lane
 from graphstep.capture.read_ahead import ReadAhead
+from graphstep.native.interface import Relay
 
 if TYPE_CHECKING:
     from graphstep.capture.pending import Pending
@@ -26,6 +27,23 @@ class Receiver(Protocol):
     """Where a region is called: finds there what to do at the next call."""
 
     pending: Pending | None
+
+    def expect(self, pending: Pending) -> None:
+        """Wait for the call that is described, and for no other one."""
+
+    def expect_nothing(self) -> None:
+        """End the run that waits for a call here, if there is one."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class NativeRelay:
+    """A chain as the compiled part knows it."""
+
+    relay: Relay
+    ambient: tuple[Any, ...]
+    """The modes around its calls."""
+    has_plain_backward: bool
+    """Its backward halves are launched one after the other, where all of them are wanted."""
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
@@ -44,6 +62,9 @@ class Chain:
     anchor: Tensor
     """A leaf of every run, so that there is a backward at all, and to see which kind of pass it is."""
 
+    relay: NativeRelay | None = None
+    """For the common case, where there is a compiled part."""
+
     @property
     def shares_copies(self) -> bool:
         """True if a copied argument is read by several pairs."""
@@ -54,6 +75,7 @@ class Chain:
 
     _look: QuickLook | None = None
     _read: dict[int, ReadAhead | None] = field(default_factory=dict)
+    _not_differentiable: dict[tuple[int, int], list[int]] = field(default_factory=dict)
 
     def has_hooks(self, pairs: Sequence[GraphPair]) -> bool:
         """True if a parameter of these may have a hook on its gradient."""
@@ -65,6 +87,10 @@ class Chain:
         if self._look is None:
             self._look = GradientHomes.look_at_all(pair.homes for pair in self.pairs)
         return self._look
+
+    def all_homes(self) -> Sequence[Home]:
+        """Where the gradients live that its backward halves accumulate."""
+        return self._all_homes().homes
 
     def settle(self, pairs: Sequence[GraphPair]) -> Guests:
         """Before backward halves of these: see that gradients are where they were captured.
@@ -85,6 +111,21 @@ class Chain:
         while stop < len(self.pairs) and self.pairs[stop].forward is None:
             stop += 1
         return self.pairs[index:stop]
+
+    def not_differentiable(self, first: int, stop: int) -> list[int]:
+        """Positions, among the results of these pairs, of those without a gradient."""
+        found = self._not_differentiable.get((first, stop))
+        if found is None:
+            flags = [wanted for pair in self.pairs[first:stop] for wanted in pair.differentiable]
+            found = [position for position, wanted in enumerate(flags) if not wanted]
+            self._not_differentiable[first, stop] = found
+        return found
+
+    def landmarks(self, first: int) -> list[Tensor]:
+        """Of each pair from there on a parameter, so that a backward pass towards parameters alone comes by."""
+        if self.relay is not None:
+            return self.relay.relay.landmarks(first)
+        return [found for found in (pair.landmark for pair in self.pairs[first:]) if found is not None]
 
     def read_ahead(self, index: int) -> ReadAhead | None:
         """What the pairs read that the forward half of ``index`` launches, itself first.

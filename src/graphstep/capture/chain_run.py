@@ -15,6 +15,13 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from graphstep.capture.backward_refusals import (
+    refuse_frozen,
+    refuse_if_partial,
+    refuse_if_spoilt,
+    refuse_new_hooks,
+    refuse_second_derivatives,
+)
 from graphstep.capture.chain import Chain
 from graphstep.capture.graph_pair import GraphPair
 from graphstep.capture.kept_state import KeptState
@@ -99,15 +106,14 @@ class ChainRun:
         stop = len(chain.pairs)
         wanted = [tensor for tensor in tensors if tensor.requires_grad]
         # Of each pair one parameter: so that a backward pass towards parameters alone comes by here, and is refused.
-        landmarks = [each.landmark for each in chain.pairs[first:stop]]
-        reached = [parameter for parameter in landmarks if parameter is not None]
+        reached = chain.landmarks(first)
         self.num_landmarks = len(reached)
         self._is_open = True
         for lane, span in self._reads:
             lane.enter(span)
         chain.lane.enter(self.span)
         leaves = (*wanted, *pair.exposed, *reached, chain.anchor)
-        flat: tuple[Tensor, ...] = Replay.apply(self, stop, loaded or tensors, *leaves)  # type: ignore[no-untyped-call]
+        flat: tuple[Tensor, ...] = _apply(self, stop, loaded or tensors, *leaves)
         self._note(first, pair)
         self._read = [(pair.inputs[n], pair.inputs[n]._version, n in pair.saved_inputs) for n in pair.chained]
         handles: list[list[Tensor]] = []
@@ -118,8 +124,22 @@ class ChainRun:
         result = pair.form.of(handles[0])
         # Nobody can tell whether tensors of inference mode are as before: then each pair is called by itself.
         if stop > first + 1 and not any(map(_is_inference, tensors)):
-            Pending(self, handles, arguments, named, ambient).arm()
+            self._wait(handles, arguments, named, ambient)
         return result
+
+    def _wait(
+        self,
+        handles: list[list[Tensor]],
+        arguments: tuple[Any, ...],
+        named: dict[str, Any],
+        ambient: tuple[Any, ...],
+    ) -> None:
+        """Expect the call of the next pair."""
+        native = self.chain.relay
+        if native is None or self.copied or native.ambient != ambient:
+            Pending(self, handles, arguments, named, ambient).arm()
+        else:
+            native.relay.begin(self, self.span, self._versions, handles, arguments, named, ambient, self.first)
 
     def advance(self) -> None:
         """Run the forward half of the next pair."""
@@ -179,6 +199,8 @@ class ChainRun:
         pairs[0].launch_forward()
         self._note_launch(self.first)
         self.copied = frozenset(index for index, pair in enumerate(pairs, self.first) if pair.copies_results)
+        if not self.copied and self.chain.relay is not None:
+            return self.chain.relay.relay.results(self.first)
         made = [
             torch.empty_like(output) if index in self.copied else output.detach()
             for index, pair in enumerate(pairs, self.first)
@@ -196,8 +218,7 @@ class ChainRun:
 
     def not_differentiable(self, stop: int) -> list[int]:
         """Positions, among the results of :meth:`forward`, of those without a gradient."""
-        flags = [wanted for pair in self.chain.pairs[self.first : stop] for wanted in pair.differentiable]
-        return [position for position, wanted in enumerate(flags) if not wanted]
+        return self.chain.not_differentiable(self.first, stop)
 
     def check_backward(self, node: Any) -> None:
         """Refuse a backward that the recordings cannot give.
@@ -247,6 +268,8 @@ class ChainRun:
         done[0].session.settle_ahead()
         if self._before_backward is not None:
             self._before_backward(done[-1])
+        if self._is_plain(gradients):
+            return self._launch_all(gradients)
         given = self._checked(done, gradients)
         # What came after the last result with a gradient has none, and takes no part.
         num_reached = len(given)
@@ -257,7 +280,7 @@ class ChainRun:
         for start, stop in graphs:
             if stop - start == 1 and stop < num_reached and pairs[start].takes_all_gradients:
                 continue  # One pair alone, whose gradients the next one leaves in place.
-            _refuse_if_partial(pairs[start:stop], given[start:stop], is_last=stop == len(pairs))
+            refuse_if_partial(pairs[start:stop], given[start:stop], is_last=stop == len(pairs))
         again = _computed_again(pairs, graphs, given)
         self._refuse_other_state(again, graphs)
         replayed = [pair for start, stop in graphs if start not in again for pair in pairs[start:stop]]
@@ -300,6 +323,36 @@ class ChainRun:
                 pair.poison_dead()
         return results
 
+    def _is_plain(self, gradients: Sequence[Tensor | None]) -> bool:
+        """True if surely all backward halves are wanted, nothing has changed, and nobody has to be told."""
+        native = self.chain.relay
+        return (
+            native is not None
+            and native.has_plain_backward
+            and self.first == 0
+            and type(gradients) is tuple
+            and not any(tensor._version != version for tensor, version, _ in self._read)
+            and native.relay.holds_backward(self._versions, gradients)
+        )
+
+    def _launch_all(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Launch all backward halves; see :meth:`backward`."""
+        native = self.chain.relay
+        if native is None:
+            raise LifecycleError("there is nothing to launch", where=self.chain.pairs[0].region.name)
+        guests = {} if native.relay.holds_homes() else self.chain.settle(self.chain.pairs)
+        self._has_run = True
+        first, last = self.chain.pairs[0], self.chain.pairs[-1]
+        last.load_output_gradients(gradients[len(gradients) - len(last.outputs) :], is_chained=False)
+        native.relay.launch_backward()
+        for pair in self.chain.pairs if guests else ():
+            pair.homes.hand_out(guests)
+        wanted = [g for g, tensor in zip(first.grad_inputs, first.inputs, strict=True) if tensor.requires_grad]
+        # Whoever receives a gradient may keep it, and the static one is overwritten by the next backward half.
+        results = [None if g is None else g.clone() for g in (*wanted, *first.exposed_gradients)]
+        self.close()
+        return results
+
     def _checked(self, pairs: Sequence[GraphPair], gradients: Sequence[Tensor | None]) -> list[Sequence[Tensor | None]]:
         """The gradients of each pair's results, if nothing has happened that the recordings do not know."""
         given: list[Sequence[Tensor | None]] = []
@@ -309,15 +362,15 @@ class ChainRun:
             position += len(pair.outputs)
             if pair.versions() != versions:
                 handed = [output for _, output in self.chain.handover] if pair is not pairs[-1] else ()
-                _refuse_if_spoilt(pair, versions, handed)
+                refuse_if_spoilt(pair, versions, handed)
         if any(is_saved and tensor._version != version for tensor, version, is_saved in self._read):
             raise LifecycleError(
                 "an argument was changed in place, and the backward needs it as it was",
                 where=pairs[0].region.name,
                 fix="use an operation that makes a new tensor, such as x + y instead of x.add_(y)",
             )
-        _refuse_frozen(pairs)
-        _refuse_new_hooks(pairs, self.chain.has_hooks(pairs))
+        refuse_frozen(pairs)
+        refuse_new_hooks(pairs, self.chain.has_hooks(pairs))
         return given
 
     def _refuse_other_state(self, again: Collection[int], graphs: Sequence[tuple[int, int]]) -> None:
@@ -347,24 +400,6 @@ class ChainRun:
         self.close()
 
 
-def refuse_second_derivatives(where: str) -> None:
-    """Refuse a backward under ``create_graph=True``.
-
-    Gradients that a replay gives have no history: a loss that is made of them would lose a part in silence.
-
-    Raises:
-        LifecycleError: second derivatives are wanted.
-    """
-    if torch.is_grad_enabled():
-        raise LifecycleError(
-            "a backward that can be differentiated again was asked for (create_graph=True), and a captured "
-            "backward gives no second derivatives",
-            where=where,
-            fix="leave this module out of the captured ones; or call backward without create_graph, if its "
-            "gradients are not differentiated",
-        )
-
-
 def _computed_again(
     pairs: Sequence[GraphPair], graphs: Sequence[tuple[int, int]], given: Sequence[Sequence[Tensor | None]]
 ) -> set[int]:
@@ -389,64 +424,6 @@ def _sources(chain: Chain, first: int) -> Iterable[GraphPair]:
     return pair.sources() if pair.chained else ()
 
 
-def _refuse_frozen(pairs: Sequence[GraphPair]) -> None:
-    frozen = [pair.region.name for pair in pairs if not all(map(_wants_gradient, pair.trained))]
-    if frozen:
-        raise LifecycleError(
-            "parameters were frozen (requires_grad_(False)) between the forward and the backward; the captured "
-            "backward would give them gradients",
-            where=", ".join(frozen),
-            fix="freeze them before the forward, or after the backward",
-        )
-
-
-def _refuse_new_hooks(pairs: Sequence[GraphPair], has_hooks: bool) -> None:
-    named = [pair.region.name for pair in pairs if pair.has_new_hook()] if has_hooks else []
-    if named:
-        raise LifecycleError(
-            "a parameter got a hook on its gradient between the forward and the backward; the captured backward does "
-            "not run it",
-            where=", ".join(named),
-            fix="register hooks before the forward",
-        )
-
-
-def _refuse_if_spoilt(pair: GraphPair, versions: Sequence[int], read_by_next: Collection[int]) -> None:
-    now = pair.versions()
-    if any(now[index] != versions[index] for index in pair.shared_results):
-        raise LifecycleError(
-            "a result was changed in place that shares memory with another result; the captured backward does not know "
-            "what that does to the gradient of the other one",
-            where=pair.region.name,
-            fix="return results with memory of their own (such as y[:2].clone()), or change a clone",
-        )
-    if pair.spoilt(versions, read_by_next):
-        raise LifecycleError(
-            "a result was changed in place, and the backward needs it as it was",
-            where=pair.region.name,
-            fix="use an operation that makes a new tensor, such as x + y instead of x.add_(y)",
-        )
-
-
-def _refuse_if_partial(graph: Sequence[GraphPair], given: Sequence[Sequence[Tensor | None]], *, is_last: bool) -> None:
-    if all(pair.runs_again for pair in graph):
-        return
-    if len(graph) > 1 or graph[-1].backward is None:
-        if is_partial(graph, given, is_chained=not is_last):
-            raise LifecycleError(
-                "a result inside a graph of several layers was used by itself, and they cannot be computed again",
-                where=graph[-1].region.name,
-                fix="launch each layer by itself: --cuda-graph-merge-layers 1 (merge_layers=1)",
-            )
-    elif graph[-1].gets_unknown(given[-1]):
-        raise LifecycleError(
-            "a result has a gradient that had none in the first step, and this region, which draws random numbers or "
-            "changes state, cannot be computed again",
-            where=graph[-1].region.name,
-            fix="use all results of the region in the first step's loss",
-        )
-
-
 class Replay(torch.autograd.Function):
     """Stands for a run: forward of its first pair now, backward halves of all when their turn comes.
 
@@ -469,3 +446,6 @@ class Replay(torch.autograd.Function):
         run: ChainRun = ctx.run
         run.check_backward(ctx.next_functions[-1][0])
         return (None, None, None, *run.backward(gradients), *([None] * run.num_landmarks), None)
+
+
+_apply: Final = torch_private.apply_of(Replay)

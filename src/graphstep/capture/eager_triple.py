@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphstep.capture.chain_run import refuse_second_derivatives
+from graphstep.capture.backward_refusals import refuse_second_derivatives
 from graphstep.capture.gradients import hooks_off, leaves_reached
 from graphstep.capture.split_backward import SplitBackward
 from graphstep.capture.tree import flatten, unflatten

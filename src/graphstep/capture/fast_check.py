@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from itertools import chain
+from itertools import chain, islice
 from operator import attrgetter, is_
 from typing import Any, Final
 
 from torch import Tensor
 
 from graphstep.engine import torch_private
+from graphstep.native.interface import Facts, FastPath
 
 _LAYOUT: Final[tuple[Callable[[Tensor], Any], ...]] = (attrgetter("requires_grad"), Tensor.stride, Tensor.numel)
 """Together with the strides, the number of entries tells the shape, except where a dimension has one entry."""
@@ -35,14 +36,33 @@ class FastCheck:
         self._empty = [container for container in each if not container]
         self._filled = [container for container in each if container]
         self._contents = self._all_contents()
+        self._sizes = list(map(len, self._filled))
         self._tensors = tuple(tensors)
         self._addresses = list(map(Tensor.data_ptr, self._tensors))
         self._layout = self._all_layouts()
         self._guard = torch_private.layout_guard(self._tensors)
         self._num_guards = 1
+        self._facts: Facts | None = None
+
+    def add_to(self, facts: Facts, *, has_layouts: bool) -> None:
+        """Have the compiled part look at the same: at the layouts of tensors too, or at their addresses only."""
+        for container in self._empty:
+            facts.size(container, 0)
+        contents = iter(self._contents)
+        for container, size in zip(self._filled, self._sizes, strict=True):
+            facts.whole(container, tuple(islice(contents, size)))
+        for tensor, address, wanted in zip(self._tensors, self._addresses, self._layout[0], strict=True):
+            facts.tensor(tensor, address, int(wanted) if has_layouts else -1, False, has_layouts)
+
+    def speed_up(self, fast: FastPath) -> None:
+        """From now on ask the compiled part first."""
+        self._facts = fast.Facts()
+        self.add_to(self._facts, has_layouts=True)
 
     def holds(self) -> bool:
         """True if nothing has changed. Cost: about 0.15 microseconds a tensor."""
+        if self._facts is not None and self._facts.hold():
+            return True
         return self.is_in_place() and self._layouts_hold()
 
     def is_in_place(self) -> bool:

@@ -154,11 +154,11 @@ class QuickLook:
     """Some gradients together: the common cases of settling them at the speed of C."""
 
     def __init__(self, homes: Iterable[Home]) -> None:
-        self._homes = list(homes)
-        self._addresses = [home.address for home in self._homes]
+        self.homes = list(homes)
+        self._addresses = [home.address for home in self.homes]
         self._inside = frozenset(self._addresses)
-        self._main = [home for home in self._homes if home.is_main_grad]
-        self._plain = [home for home in self._homes if not home.is_main_grad]
+        self._main = [home for home in self.homes if home.is_main_grad]
+        self._plain = [home for home in self.homes if not home.is_main_grad]
         self._main_leaves = [home.leaf for home in self._main]
         self._plain_leaves = [home.leaf for home in self._plain]
         self._plain_attributes = [leaf.__dict__ for leaf in self._plain_leaves]
@@ -182,7 +182,7 @@ class QuickLook:
         if self.all_at_home():
             return guests
         changed = []
-        for home in self._homes:
+        for home in self.homes:
             if is_stale(home):
                 raise StaleAddressError(_how_it_moved(home), where="before a backward replay", fix=_FIX)
             gradient = home.leaf.grad
@@ -214,7 +214,7 @@ class QuickLook:
             all_same(list(map(_shown_of, self._plain)), map(_grad_of, self._plain_leaves))
             and all_same(list(map(_shown_of, self._main)), map(_main_grad_of, self._main_leaves))
             and not any(map(contains, self._plain_attributes, repeat("main_grad")))
-            and list(map(_address_of, map(_shown_of, self._homes))) == self._addresses
+            and list(map(_address_of, map(_shown_of, self.homes))) == self._addresses
         )
 
 

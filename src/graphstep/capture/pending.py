@@ -53,22 +53,56 @@ class Pending:
         """If the next pair has run already: what its graph reads, its place there and the versions at the launch."""
         self._receiver: Receiver | None = None
 
+    @classmethod
+    def resumed(
+        cls,
+        run: ChainRun,
+        index: int,
+        handles: list[list[Tensor]],
+        arguments: tuple[Any, ...],
+        named: dict[str, Any],
+        ambient: tuple[Any, ...],
+        expected: list[tuple[Place, Tensor, int]],
+        versions: list[tuple[Tensor, int]],
+    ) -> Pending:
+        """What the compiled part waited for: the call of the pair ``index`` with these results of the pair before.
+
+        Args:
+            run: under way.
+            index: the pair that is called next.
+            handles: the results for all calls of the run; those of calls that came are gone.
+            arguments: of the first call.
+            named: those given by keyword.
+            ambient: the modes around the calls of the run.
+            expected: results that the next call is given, by argument, with their versions when they were handed out.
+            versions: of the other tensors among the arguments, when the run began.
+        """
+        made = cls(run, handles, arguments, named, ambient)
+        made._next = index - run.first
+        made._versions = versions
+        made._expect(index, [(place, weakref.ref(t, made._gone), version) for place, t, version in expected])
+        return made
+
     def arm(self) -> None:
         """Wait for the next call."""
         run = self._live_run()
         results = self._handles[self._next]
-        self._expected = [
+        expected = [
             (place, weakref.ref(results[output], self._gone), results[output]._version)
             for place, output in self._places
         ]
         self._handles[self._next] = []
         self._next += 1
-        index = run.latest + 1
+        self._expect(run.latest + 1, expected)
+
+    def _expect(self, index: int, expected: list[tuple[Place, weakref.ref[Tensor], int]]) -> None:
+        run = self._live_run()
+        self._expected = expected
         self.pair = run.chain.pairs[index]
         self._read = run.read_ahead(index)
         self.training, self.trainable = self.pair.signature.training, self.pair.signature.trainable
         self._receiver = run.chain.receivers[index]
-        self._receiver.pending = self
+        self._receiver.expect(self)
 
     def matches(self, arguments: tuple[Any, ...], named: dict[str, Any]) -> bool:
         """True if a call with these arguments is the next one of the run."""

@@ -29,16 +29,21 @@ class ReadAhead:
         self._flat = [tensor for owned in self._owned for tensor in owned]
         self._bounds = list(pairwise(accumulate(map(len, self._owned), initial=0)))
         self._others = [_others(pair) for pair in pairs]
-        self._has_others = any(self._others)
+        self.has_others = any(self._others)
+        """Tensors are read that belong neither to the modules nor to the arguments."""
         self.kept = [pair.kept for pair in pairs[1:] if pair.kept is not None]
         """What pairs write that run before their calls, in order."""
         self._pairs_kept = [pair.kept for pair in pairs]
         self._only_in_backward = [pair.observation.only_in_backward for pair in pairs]
 
+    def owned(self, place: int) -> Sequence[Tensor]:
+        """What a pair reads of its modules and of arguments that are read in place."""
+        return self._owned[place]
+
     def versions(self) -> list[int]:
         """They tell whether somebody writes. Cost: less than 0.1 microseconds a tensor."""
         found = list(map(_version_of, self._flat))
-        if self._has_others:
+        if self.has_others:
             found += [_version_of_source(source) for others in self._others for source in others]
         return found
 
@@ -47,14 +52,14 @@ class ReadAhead:
         start, stop = self._bounds[place]
         if list(map(_version_of, self._owned[place])) != versions[start:stop]:
             return True
-        return self._has_others and self._have_others_changed(place, versions)
+        return self.has_others and self._have_others_changed(place, versions)
 
     def is_as_in_forward(self, place: int, versions: Sequence[int]) -> bool:
         """True if what the forward half of a pair reads has still these versions, or can be put back."""
         start, _ = self._bounds[place]
         changed = [t for t, version in zip(self._owned[place], versions[start:], strict=False) if t._version != version]
         return all(self._is_as_good_as_unchanged(place, tensor) for tensor in changed) and not (
-            self._has_others and self._have_others_changed(place, versions)
+            self.has_others and self._have_others_changed(place, versions)
         )
 
     def _is_as_good_as_unchanged(self, place: int, tensor: Tensor) -> bool:

@@ -23,12 +23,17 @@ class ResultForm:
         tensors, self._structure = flatten(result)
         self.repeated = dict(repeated_in(tensors))
         """Positions of tensors that are the same object as an earlier one, each with the position of that one."""
-        self._is_tensor = isinstance(result, Tensor)
+        self.is_tensor = isinstance(result, Tensor)
         self._is_plain_tuple = type(result) is tuple and all(isinstance(item, Tensor) for item in result)
+
+    @property
+    def is_plain_tuple(self) -> bool:
+        """A tuple of tensors, each another one."""
+        return self._is_plain_tuple and not self.repeated
 
     def of(self, tensors: Sequence[Tensor]) -> Any:
         """The same form with other tensors in it."""
-        if self._is_tensor:
+        if self.is_tensor:
             return tensors[0]
         if self.repeated:
             tensors = [tensors[self.repeated.get(position, position)] for position in range(len(tensors))]

@@ -70,6 +70,10 @@ class CudaRecording:
             )
         self._graph.replay()
 
+    def launcher(self) -> Callable[[], object]:
+        """The replay itself, without a look at whether it may run; see the protocol."""
+        return self.replay if self._graph is None else torch_private.graph_launcher(self._graph)
+
     def release_result(self) -> None:
         """Forget what the function returned, so that later captures into the pool may use its memory."""
         self._result = None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from operator import call
 from typing import Any, Final
 
@@ -58,6 +58,16 @@ def backend_flags() -> tuple[Any, ...]:
         cudnn: Any = torch.backends.cudnn
         rounding = cudnn.conv.fp32_precision, cudnn.rnn.fp32_precision
         return (rounding, *[get() for get, _ in _BACKEND_FLAGS])
+
+
+def readers(attention: Sequence[Any], flags: Sequence[Any]) -> list[tuple[Callable[[], Any], Any]] | None:
+    """For these values of both: what reads each switch, and its value. ``None`` if they cannot be read one by one."""
+    num_backends = len(_READ_ATTENTION)
+    if len(attention) != num_backends + bool(_ATTENTION_ORDER) or any(isinstance(flag, tuple) for flag in flags[:1]):
+        return None
+    found: list[tuple[Callable[[], Any], Any]] = list(zip(_READ_ATTENTION, attention, strict=False))
+    found += [(_ATTENTION_ORDER[0][0], list(attention[num_backends]))] if _ATTENTION_ORDER else []
+    return found + list(zip(_READ_FLAGS, flags, strict=True))
 
 
 def set_backend_flags(values: Sequence[Any]) -> None:

@@ -37,6 +37,9 @@ class Recording(Protocol):
             LifecycleError: the recording is closed, or another capture is under way in this thread.
         """
 
+    def launcher(self) -> Callable[[], object]:
+        """What replays at the least cost, without looking whether it may: for a caller that is not in a capture."""
+
     def release_result(self) -> None:
         """Forget what the captured function returned. The memory stays valid for replays."""
 

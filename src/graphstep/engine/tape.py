@@ -85,6 +85,10 @@ class TapeRecording:
             for step in self._tape.steps:
                 step()
 
+    def launcher(self) -> Callable[[], object]:
+        """The replay."""
+        return self.replay
+
     def release_result(self) -> None:
         """Forget what the function returned."""
         self._result = None

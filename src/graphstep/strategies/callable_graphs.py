@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -29,11 +30,14 @@ from graphstep.capture.signature import Signature, repeated_in
 from graphstep.capture.tree import flatten
 from graphstep.capture.triple_run import TripleRun, WaitingRun
 from graphstep.errors import InputMismatchError, LifecycleError, PlanError
+from graphstep.native.build import Build
+from graphstep.native.interface import Facts
 from graphstep.strategies.callable_checks import named_differences, refuse_sparse
 from graphstep.strategies.eager_forward import EagerForward
 from graphstep.strategies.handed_copies import HandedCopies
 from graphstep.strategies.local_calls import never_replayed
 from graphstep.strategies.order_cursor import OrderCursor, Turn
+from graphstep.strategies.relays import add_backward, callable_facts
 
 _IN_TURN: Final = frozenset(
     {
@@ -64,6 +68,15 @@ class CapturedCallable:
     """What Python reads in it, as it was before the capture."""
     pending: Pending | None = None
     """Never one: each call begins a run of its own."""
+
+    def expect(self, pending: Pending) -> None:
+        """Wait for this call."""
+        self.pending = pending
+
+    def expect_nothing(self) -> None:
+        """End the run that waits for this call."""
+        if self.pending is not None:
+            self.pending.drop()
 
     def note(self) -> None:
         """Before the capture: note what Python reads."""
@@ -101,6 +114,8 @@ class ScheduledCallable:
     """Names of keyword arguments, each with its place in the sample."""
     guard: Callable[..., bool] | None = None
     """True for tensors with the layouts of the signature; ``None`` where that cannot be told fast."""
+    facts: Facts | None = None
+    """All else that has to be as it was, for the compiled part."""
 
 
 class CallableGraphs:
@@ -120,6 +135,9 @@ class CallableGraphs:
         """What has run backward, and waits for its weight gradients."""
         self._copies = HandedCopies()
         self._on_close: list[Callable[[], None]] = []
+        self._build: Build | None = None
+        """Of the compiled part, while that is not there."""
+        self._scheduled: Sequence[ScheduledCallable] = ()
         self.around: Callable[..., Any] | None = None
         """Runs :meth:`_call` for every call, where fp8 arguments ask for something."""
 
@@ -163,16 +181,19 @@ class CallableGraphs:
             wanted = scheduled.keywords  # Their order does not matter.
             named = {name: named[name] for name in sorted(named, key=lambda n: (wanted.get(n, len(wanted)), n))}
         self._require_open(captured)
-        tensors = self._checked(scheduled, arguments, named)
-        if tensors is not None and not scheduled.has_gradient:
-            return self._eager(scheduled, EagerReason.NO_GRADIENT, arguments, named)
-        reason = None if tensors is None else self._why_eager(scheduled, tensors)
-        if tensors is None or reason is not None:
-            return self._eager(scheduled, reason or EagerReason.EVALUATION, arguments, named)
-        chain = scheduled.chain
-        if chain is None:
-            raise LifecycleError("nothing is captured yet", where=captured.region.name, fix="capture first")
-        verify(captured.watched, "before a replay")
+        if self._build is not None and not self._num_open:
+            self._use_fast_path()
+        chain, tensors = scheduled.chain, self._surely_as_captured(scheduled, arguments, named)
+        if tensors is None or chain is None:
+            tensors = self._checked(scheduled, arguments, named)
+            if tensors is not None and not scheduled.has_gradient:
+                return self._eager(scheduled, EagerReason.NO_GRADIENT, arguments, named)
+            reason = None if tensors is None else self._why_eager(scheduled, tensors)
+            if tensors is None or reason is not None:
+                return self._eager(scheduled, reason or EagerReason.EVALUATION, arguments, named)
+            if chain is None:
+                raise LifecycleError("nothing is captured yet", where=captured.region.name, fix="capture first")
+            verify(captured.watched, "before a replay")
         pair = chain.pairs[0]
         if self.cursor is not None:
             self.cursor.check(scheduled.forward)
@@ -250,7 +271,40 @@ class CallableGraphs:
             run.close()
         self._waiting.clear()
 
+    def captured(self, scheduled: Sequence[ScheduledCallable]) -> None:
+        """All of these have their graphs: let the compiled part look at them, as soon as it is there."""
+        self._build, self._scheduled = Build(os.environ), scheduled
+        self._use_fast_path()
+
+    def _use_fast_path(self) -> None:
+        fast = self._build.poll() if self._build is not None else None
+        if self._build is not None and not self._build.is_under_way:
+            self._build = None
+        for each in self._scheduled if fast is not None else ():
+            if each.chain is not None and fast is not None:
+                add_backward(fast, each.chain)
+                if each.has_gradient and not each.signature.repeated:
+                    captured = each.captured
+                    each.facts = callable_facts(fast, each.chain.pairs[0], captured.attributes, captured.watched)
+
     # ----- which way
+
+    def _surely_as_captured(
+        self, scheduled: ScheduledCallable, arguments: tuple[Any, ...], named: dict[str, Any]
+    ) -> Sequence[Tensor] | None:
+        """The arguments, if surely all is as in the sample; ``None``: look closer."""
+        guard, facts = scheduled.guard, scheduled.facts
+        if (
+            facts is not None
+            and guard is not None
+            and not named
+            and len(arguments) == len(scheduled.signature.layouts) == len(set(map(id, arguments)))
+            and all(type(argument) is Tensor for argument in arguments)
+            and facts.hold()
+            and guard(*arguments)
+        ):
+            return arguments
+        return None
 
     def _checked(
         self, scheduled: ScheduledCallable, arguments: tuple[Any, ...], named: dict[str, Any]

@@ -75,8 +75,7 @@ class CapturedChains:
 
     def drop_all(self, calls: RegionCalls, regions: Mapping[Region, RegionCalls]) -> None:
         """Forget everything that a region has graphs for."""
-        if calls.pending is not None:
-            calls.pending.drop()
+        calls.expect_nothing()
         for generation in calls.generations:
             for links in list(generation.links.values()):
                 for chain, _ in list(links):

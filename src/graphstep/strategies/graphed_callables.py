@@ -268,6 +268,7 @@ class _Making:
                 )
             settle(chains, session)
             self._settle(chains, allows_unused=allows_unused)
+            graphs.captured(self.scheduled)
             if afterwards is not None:
                 afterwards()
         except BaseException:

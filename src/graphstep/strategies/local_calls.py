@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any, Final, Protocol
@@ -28,6 +28,7 @@ from graphstep.capture.tree import flatten
 from graphstep.config import MismatchPolicy
 from graphstep.engine import torch_private
 from graphstep.errors import CaptureError, InputMismatchError
+from graphstep.native.interface import Call, Facts
 from graphstep.strategies.local_observed import ObservedCalls, is_subclassed
 
 _OR_EAGERLY: Final = "; or let such calls run eagerly: policy='auto' (--cuda-graph-policy auto)"
@@ -118,6 +119,8 @@ class RegionCalls:
         self.stats = stats
         self.pending: Pending | None = None
         """Of a run that expects this region to be called next."""
+        self.entry: Call | None = None
+        """Where there is a compiled part: what is called in place of this, and looks at the common case."""
         self.generations: list[Generation] = []
         """What was captured, by the values that attributes had then."""
         self.current: Generation | None = None
@@ -153,10 +156,15 @@ class RegionCalls:
         """True if there are graphs for anything."""
         return any(generation.links for generation in self.generations)
 
+    def all_links(self) -> Iterator[tuple[Chain, int]]:
+        """All chains that have a pair of this region, and its place there."""
+        for generation in self.generations:
+            for links in generation.links.values():
+                yield from links
+
     def pairs(self) -> list[GraphPair]:
         """All pairs of this region."""
-        captured = (links for generation in self.generations for links in generation.links.values())
-        return [chain.pairs[index] for links in captured for chain, index in links]
+        return [chain.pairs[index] for chain, index in self.all_links()]
 
     def note_attributes(self) -> Attributes:
         """Before a capture: note what Python reads besides tensors, unless it is as at an earlier one."""
@@ -185,9 +193,39 @@ class RegionCalls:
 
     def forget(self, reason: EagerReason) -> None:
         """Let go of all pairs and run eagerly."""
+        self.expect_nothing()
+        self.generations, self.current, self.why_not = [], None, reason
+
+    def expect(self, pending: Pending) -> None:
+        """Wait for the call that is described, and for no other one."""
+        if self.entry is not None:
+            self.entry.drop()
+        self.pending = pending
+
+    def expect_nothing(self) -> None:
+        """End the run that waits for a call of this region, if there is one."""
+        if self.entry is not None:
+            self.entry.drop()
         if self.pending is not None:
             self.pending.drop()
-        self.generations, self.current, self.why_not = [], None, reason
+
+    def resume(self, *state: Any) -> None:
+        """Take over from the compiled part: see :meth:`Pending.resumed`."""
+        Pending.resumed(*state)
+
+    def add_facts(self, facts: Facts, pair: GraphPair) -> bool:
+        """Have the compiled part look at all that a replay of this pair needs of the modules. False if it cannot."""
+        owner = pair.owner
+        if self._is_debugging or self._place is None or not isinstance(owner, Generation):
+            return False
+        if not owner.attributes.add_to(facts):
+            return False
+        self._place.add_to(facts, has_layouts=False)
+        for module, is_training in zip(self.region.modules, pair.signature.training, strict=True):
+            facts.entry(module.__dict__, "training", is_training)
+        for parameter, is_wanted in zip(self._parameters, pair.signature.trainable, strict=True):
+            facts.tensor(parameter, parameter.data_ptr(), int(is_wanted), False, False)
+        return True
 
     def look_at_attributes(self) -> None:
         """Find the graphs that were captured with attributes as they are now: those may change between two layers."""

@@ -17,12 +17,17 @@ class InstalledForward:
 
     def __init__(self, module: nn.Module, forward: Callable[..., Any], own: Callable[..., Any]) -> None:
         self._module, self._forward, self._own = module, forward, own
+        self._entry = forward
+
+    def enter_by(self, entry: Callable[..., Any] | None) -> None:
+        """Call this in place of the captured forward, which it calls itself where it has to; ``None``: no longer."""
+        self._entry = self._forward if entry is None else entry
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
         """Run the captured module; under ``torch.compile`` what it stands for."""
         if torch.compiler.is_compiling():
             return self._own(*arguments, **named)
-        return self._forward(*arguments, **named)
+        return self._entry(*arguments, **named)
 
     def __getattr__(self, name: str) -> Any:
         """What the captured forward offers besides being called, such as ``reset``."""

@@ -13,6 +13,7 @@ from graphstep.capture.region import Region
 from graphstep.config import CudaGraphModule
 from graphstep.errors import ConfigError, Problem
 from graphstep.models.segments import Segment, SegmentedModule
+from graphstep.native.interface import FastPath
 from graphstep.strategies.local_calls import RegionCalls
 from graphstep.strategies.local_forward import InstalledForward, forward_problem, own_forward
 
@@ -40,6 +41,18 @@ class GraphedModule:
     def install(self) -> None:
         """Put the region in place of the module's forward, on the instance. Module hooks fire as before."""
         self.module.__dict__["forward"] = InstalledForward(self.module, self.forward, own_forward(self.module))
+
+    def use(self, fast: FastPath) -> None:
+        """Have the compiled part look at each call first."""
+        calls = self._calls
+        if calls.entry is None:
+            calls.entry = fast.Call(calls.__call__, calls.resume, False)
+            self._enter_by(calls.entry)
+
+    def _enter_by(self, entry: Callable[..., Any]) -> None:
+        installed = self.module.__dict__.get("forward")
+        if isinstance(installed, InstalledForward) and installed.runs(self.forward):
+            installed.enter_by(entry)
 
     def remove(self) -> None:
         """Put the module's own ``forward`` back. May be called twice."""
@@ -85,12 +98,25 @@ class GraphedLayer(GraphedModule):
         """The captured groups."""
         return tuple(step for step in self._steps if isinstance(step, RegionCalls))
 
+    def use(self, fast: FastPath) -> None:
+        """See the base: the layer itself is entered that way where it is one region, else each region."""
+        is_whole = len(self._steps) == 1
+        for calls in self.regions:
+            if calls.entry is not None:
+                continue
+            fallback = self.forward if is_whole else calls.__call__
+            calls.entry = fast.Call(fallback, calls.resume, is_whole)
+            if is_whole:
+                self._enter_by(calls.entry)
+
     def forward(self, hidden: Tensor, *context: Tensor) -> Tensor:
         """The layer's forward: same arguments and results."""
         carried: Carried = (hidden,)
+        is_whole = len(self._steps) == 1  # Then the entry has called this.
         for step in self._steps:
             if isinstance(step, RegionCalls):
-                carried = step(carried[0] if len(carried) == 1 else carried, *context)
+                call = step if step.entry is None or is_whole else step.entry
+                carried = call(carried[0] if len(carried) == 1 else carried, *context)
             else:
                 carried = _as_carried(step.fn(*carried, *context))
         if len(carried) != 1:

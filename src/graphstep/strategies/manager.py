@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
@@ -27,6 +28,7 @@ from graphstep.capture.session import GraphSession
 from graphstep.capture.signature import Signature
 from graphstep.config import CapturePolicy, CudaGraphConfig, CudaGraphImpl, MismatchPolicy
 from graphstep.errors import CaptureError, ConfigError, StaleAddressError
+from graphstep.native.build import Build
 from graphstep.strategies.boundary import StepBoundary
 from graphstep.strategies.captured_chains import CapturedChains
 from graphstep.strategies.eager_parts import eager_parts, in_no_layer
@@ -35,6 +37,7 @@ from graphstep.strategies.local_capture import Order, RegionFailedError, capture
 from graphstep.strategies.local_layers import GraphedModule, Named, graphed_layers, graphed_modules
 from graphstep.strategies.local_observed import ObservedCalls
 from graphstep.strategies.local_problems import modules_and_regions, nothing_to_capture, other_strategy
+from graphstep.strategies.relays import add_relay
 from graphstep.strategies.settled import settle, tensors_kept
 
 _MAX_COUNTED: Final = 64
@@ -112,6 +115,8 @@ class CudaGraphManager:
         self._model = model
         self._is_automatic = is_automatic
         self._boundary = StepBoundary(model.parameters())
+        self._build = Build(os.environ)
+        self._is_built_later = self._build.is_under_way
         self._watched: Watched | None = None
         self._watched_of: WeakKeyDictionary[Chain, Watched] = WeakKeyDictionary()
         self._lanes = Lanes()
@@ -169,6 +174,9 @@ class CudaGraphManager:
         self._num_unchecked += 1
         if self._num_open and self._num_unchecked < _MAX_UNCHECKED:
             return
+        if self._watched is not None and self._is_built_later and self._build.poll() is not None and not self._num_open:
+            self._is_built_later = False
+            self._use_fast_path()
         self._num_unchecked = 0
         if self._watched is None:
             return
@@ -364,6 +372,21 @@ class CudaGraphManager:
             self._regions[region].captured()
         for pair in (pair for chain in chains for pair in chain.pairs):
             as_before(pair.left, before[pair.region])
+        self._use_fast_path()
+
+    def _use_fast_path(self) -> None:
+        """Hand the common case of all chains to the compiled part, if it is there by now."""
+        fast = self._build.poll()
+        if fast is None:
+            return
+        for module in self._modules:
+            module.use(fast)
+        chains = {chain for calls in self._regions.values() for chain, _ in calls.all_links()}
+        for chain in chains:
+            add_relay(fast, chain, self._regions)
+        for watched in (self._watched, *self._watched_of.values()):
+            if watched is not None:
+                watched.fast.speed_up(fast)
 
     def _check_attributes(self) -> None:
         """Have each region find the graphs that were captured with attributes as they are now."""

@@ -153,8 +153,7 @@ class OrderedGraphs(CudaGraphManager):
         # What comes by here is not what a run expects: a layer was skipped, and its results hold memory.
         for now in self._current.values():
             for receiver in now.chain.receivers if now.chain is not None else ():
-                if receiver.pending is not None:
-                    receiver.pending.drop()
+                receiver.expect_nothing()
         if self._has_run and not self._num_in_flight():
             self._num_held_steps = self._num_held_steps + 1 if self._is_held else 0
             self._has_run = self._is_held = False

@@ -1,0 +1,150 @@
+"""Hands the common case of captured layers to the compiled part: what must hold, and what to launch then."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from graphstep.capture.ambient import AmbientState
+from graphstep.capture.attributes import Attributes
+from graphstep.capture.chain import Chain, NativeRelay
+from graphstep.capture.graph_pair import GraphPair
+from graphstep.capture.graph_triple import GraphTriple
+from graphstep.capture.manifest import Watched
+from graphstep.capture.merged_backward import by_graph
+from graphstep.capture.region import Region
+from graphstep.engine import kernel_switches, torch_private
+from graphstep.errors import LifecycleError
+from graphstep.native.interface import Call, Facts, FastPath, Relay
+from graphstep.strategies.local_calls import RegionCalls
+
+
+def add_backward(fast: FastPath, chain: Chain) -> None:
+    """Give a chain of one pair its relay: for its backward, and for the tensors that it hands out."""
+    chain.relay = None
+    pair = chain.pairs[0]
+    if len(chain.pairs) == 1 and _is_common(pair):
+        relay = fast.Relay(chain.lane)
+        nobody = fast.Call(_never, _never, False)
+        _describe(relay, chain, 0, (fast.Facts(), None, nobody), ())
+        chain.relay = NativeRelay(relay, pair.signature.ambient.key, _add_homes(relay, chain))
+
+
+def callable_facts(fast: FastPath, pair: GraphPair, attributes: Attributes | None, watched: Watched) -> Facts | None:
+    """All that has to be as it was for the forward half of a pair alone, but its arguments; ``None`` if unknown."""
+    facts = fast.Facts()
+    if isinstance(pair, GraphTriple):
+        return None
+    if (attributes is not None and not attributes.add_to(facts)) or not _add_modes(facts, pair):
+        return None
+    watched.fast.add_to(facts, has_layouts=True)
+    for module, is_training in zip(pair.region.modules, pair.signature.training, strict=True):
+        facts.entry(module.__dict__, "training", is_training)
+    for parameter in pair.accumulated:
+        facts.tensor(parameter, parameter.data_ptr(), -1, True, False)
+    for function, arguments, expected in torch_private.unwrapped_answers():
+        facts.answer(function, arguments, expected)
+    return facts
+
+
+def _never(*_arguments: Any, **_named: Any) -> None:
+    raise LifecycleError("a relay of one step was called", fix="call the module")
+
+
+def add_relay(fast: FastPath, chain: Chain, regions: Mapping[Region, RegionCalls]) -> None:
+    """Give a chain its relay, if all of its steps are of the common kind; else take it away."""
+    chain.relay = None
+    pairs = chain.pairs
+    ambient = pairs[0].signature.ambient
+    if len(pairs) < 2:
+        add_backward(fast, chain)
+        return
+    if not all(map(_is_common, pairs)) or any(pair.signature.ambient != ambient for pair in pairs):
+        return
+    relay = fast.Relay(chain.lane)
+    for place, output in chain.handover:
+        relay.handover(place, output)
+    for index, pair in enumerate(pairs):
+        if not _add_step(fast, relay, chain, index, regions[pair.region]):
+            return
+    chain.relay = NativeRelay(relay, ambient.key, _add_homes(relay, chain))
+
+
+def _is_common(pair: GraphPair) -> bool:
+    form_is_plain = pair.form.is_tensor or pair.form.is_plain_tuple
+    return (
+        form_is_plain
+        and not isinstance(pair, GraphTriple)
+        and pair.kept is None
+        and not pair.left.places
+        and not pair.poisons
+        and not any(output.is_inference() for output in pair.outputs)
+    )
+
+
+def _add_step(fast: FastPath, relay: Relay, chain: Chain, index: int, calls: RegionCalls) -> bool:
+    pair = chain.pairs[index]
+    facts = fast.Facts()
+    entry = calls.entry
+    if entry is None or not calls.add_facts(facts, pair) or not _add_modes(facts, pair):
+        return False
+    reads: Sequence[Tensor] = ()
+    if pair.forward is None:
+        start = max(number for number in range(index) if chain.pairs[number].forward is not None)
+        read = chain.read_ahead(start)
+        if read is None or read.has_others:
+            return False
+        reads = read.owned(index - start)
+    _describe(relay, chain, index, (facts, calls, entry), reads)
+    return True
+
+
+def _describe(
+    relay: Relay, chain: Chain, index: int, called: tuple[Facts, RegionCalls | None, Call], reads: Sequence[Tensor]
+) -> None:
+    pair = chain.pairs[index]
+    given = tuple(gradient is not None for gradient in pair.grad_outputs)  # Asked of the last one only.
+    relay.step(
+        *called,
+        pair,
+        pair.stats,
+        None if pair.forward is None else pair.forward.launcher(),
+        None if pair.backward is None else pair.backward.launcher(),
+        (pair.forward_position, pair.backward_position),
+        pair.form.is_plain_tuple,
+        pair.forward is not None and chain.read_ahead(index) is not None,
+        tuple(pair.outputs),
+        tuple(reads),
+        tuple(pair.trained),
+        tuple(pair.accumulated),
+        given if len(given) == len(pair.outputs) else (False,) * len(pair.outputs),
+    )
+
+
+def _add_homes(relay: Relay, chain: Chain) -> bool:
+    """Tell where gradients live; False if backward halves are not all launched one after the other."""
+    for home in chain.all_homes():
+        relay.home(home, home.leaf, home.address, home.is_main_grad)
+    graphs = [chain.pairs[start:stop] for start, stop in by_graph(chain.pairs)]
+    return all(graph[-1].backward is not None for graph in graphs) and not any(
+        pair.not_reached_may_differ for pair in chain.pairs
+    )
+
+
+def _add_modes(facts: Facts, pair: GraphPair) -> bool:
+    """The modes around the call, and what else has to be so in the thread and the process."""
+    ambient: AmbientState = pair.signature.ambient
+    switches = kernel_switches.readers(ambient.attention_backends, ambient.backend_flags)
+    device = next((tensor for tensor in (*pair.outputs, *pair.inputs)), None)
+    if switches is None or device is None:
+        return False
+    enabled, dtype, cache = ambient.autocast
+    facts.modes(device, ambient.grad_enabled, ambient.inference_mode, enabled, dtype, cache)
+    for read, value in switches:
+        facts.answer(read, (), value)
+    of_process = torch_private.process_answers(ambient.deterministic, ambient.matmul_precision, ambient.default_dtype)
+    for function, arguments, expected in (*of_process, *torch_private.thread_answers(device.device.type)):
+        facts.answer(function, arguments, expected)
+    return True
