@@ -54,6 +54,10 @@ class EngineOptions(Protocol):
         """Is a shape captured when it is first needed?"""
 
     @property
+    def async_scheduling(self) -> bool:
+        """Is a step launched before the tokens of the last one are read?"""
+
+    @property
     def inference(self) -> InferenceConfig:
         """Sizes and graphs."""
 
@@ -202,6 +206,7 @@ def engine_config(
         captures_at_start=not options.lazy_cuda_graphs,
         expected_requests=expected_requests,
         max_sequence_length=wanted,
+        async_scheduling=options.async_scheduling,
         # A model of ours was padded, and what pads it was never trained.
         vocabulary=text.vocabulary,
         seed=options.seed,

@@ -23,8 +23,15 @@ _GROUP: Final = "server"
 _ONLY_GENERATE: Final = (
     *("prompt", "prompt_file", "max_new_tokens", "temperature", "top_k", "top_p", "ignore_eos", "json"),
 )
-_OF_MODEL: Final = (
-    *("model", "tokenizer_model", "dtype", "device", "inference_max_seq_length", "lazy_cuda_graphs", "seed"),
+_OF_ENGINE: Final = (
+    "model",
+    "tokenizer_model",
+    "dtype",
+    "device",
+    "inference_max_seq_length",
+    "lazy_cuda_graphs",
+    "async_scheduling",
+    "seed",
 )
 _DEFAULTS: Final[Mapping[str, Any]] = {field.name: field.default for field in fields(ServerOptions)}
 
@@ -112,6 +119,7 @@ class ServeOptions:
     device: str | None
     inference_max_seq_length: int | None
     lazy_cuda_graphs: bool
+    async_scheduling: bool
     seed: int
     inference: InferenceConfig
     scope: InferenceCudaGraphScope
@@ -130,7 +138,7 @@ def read_serve_options(argv: Sequence[str], env: Mapping[str, str] = os.environ)
         ConfigError: everything that is wrong, at once.
     """
     reading = read_options(argv, SERVE_OPTIONS, help_hint="graphstep serve --help lists the options")
-    own_options = [option for option in SERVE_OPTIONS if option in _OWN or option.dest in _OF_MODEL]
+    own_options = [option for option in SERVE_OPTIONS if option in _OWN or option.dest in _OF_ENGINE]
     own = {option.dest: reading.values.pop(option.dest, option.default) for option in own_options}
     if own["model"] is None and "model" not in reading.wrong:
         what = "--model says what to serve, and is missing"
@@ -155,6 +163,7 @@ def read_serve_options(argv: Sequence[str], env: Mapping[str, str] = os.environ)
         device=own["device"],
         inference_max_seq_length=own["inference_max_seq_length"],
         lazy_cuda_graphs=own["lazy_cuda_graphs"],
+        async_scheduling=own["async_scheduling"],
         seed=own["seed"],
         inference=config.inference,
         scope=scope,
