@@ -110,6 +110,8 @@ class OperationWatch(torch_private.DispatchMode):
         if not notes.is_listening:
             return
         spot = notes.spot()
+        if spot.is_in_backward and traits.writes_index and args[2].numel() == 1:
+            return  # Zeros where the forward has written a number: on a GPU that is a number, too.
         function = notes.function
         if spot.is_in_backward and function in _BACKWARDS:
             function = ""  # It is an operation of autograd's own.
