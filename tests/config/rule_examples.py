@@ -236,6 +236,8 @@ NOTICES: dict[str, str | Example] = {
     "wsd-without-effect": "--lr-wsd-decay-iters 3",
     "decay-without-effect": "--lr-decay-style constant --min-lr 1e-5",
     "comparison-without-graphs": "--compare-with-eager 3",
+    "verify-without-graphs": "--cuda-graph-verify 3",
+    "verify-tolerance-without-effect": "--cuda-graph-verify-atol 1e-6",
     "save-interval-without-save": "--save-interval 3",
     "eval-interval-without-effect": "--eval-interval 7 --eval-iters 0",
     "tokenizer-model-without-effect": "--tokenizer-model tokenizer.json",
@@ -340,6 +342,8 @@ TRAINING_NOTICES: dict[str, str | Example] = {
 
 # option -> values that are wrong by themselves
 WRONG_VALUES: dict[str, tuple[object, ...]] = {
+    "cuda_graph_report": ("report.pdf", "html"),
+    "cuda_graph_trace": ("trace.html",),
     "num_layers": (0, -1),
     "hidden_size": (0,),
     "num_attention_heads": (0,),
@@ -380,6 +384,10 @@ WRONG_VALUES: dict[str, tuple[object, ...]] = {
     "save_interval": (-1,),
     "device": ("gpu",),
     "compare_with_eager": (-1,),
+    "cuda_graph_verify": (-1,),
+    "cuda_graph_shadow_interval": (-1,),
+    "cuda_graph_verify_rtol": (-1e-3,),
+    "cuda_graph_verify_atol": (-1e-3,),
     "data_path": ((),),
     "split": ("", "0,1,1", "a,b,c", "1,2,3,4", "1,-1,1", "nan,1,1", "1e400"),
     "tokenizer_type": ("bytes",),

@@ -79,7 +79,7 @@ def fault_of_graphstep(words: list[str]) -> str:
         return ""
     if words[0] in ("migrate", "advise"):
         return fault_of_running(words)
-    checks = {"generate": fault_of_generate, "serve": fault_of_serve, "doctor": fault_of_doctor}
+    checks = {"generate": fault_of_generate, "serve": fault_of_serve, "doctor": fault_of_doctor, "plan": fault_of_plan}
     if words[0] in checks:
         return checks[words[0]](words[1:])
     if words[0] not in ("train", "config"):
@@ -113,6 +113,18 @@ def fault_of_generate(words: list[str]) -> str:
 
     try:
         read_generate_options(words)
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def fault_of_plan(words: list[str]) -> str:
+    from graphstep.cli.plan_options import read_plan_options
+    from graphstep.config import from_argv
+    from graphstep.errors import ConfigError
+
+    try:
+        from_argv(read_plan_options(words).train, {}, for_training=True)
     except ConfigError as error:
         return str(error)
     return ""

@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -17,11 +17,18 @@ from graphstep.capture.gradients import Homes, holders_counted
 from graphstep.capture.manifest import Manifest, Watched
 from graphstep.capture.observe import Observation, observe, watch_run
 from graphstep.capture.randomness import HostRandomness
-from graphstep.capture.report import CaptureReport, RegionStats
+from graphstep.capture.report import CaptureReport, PoolUse, RegionStats, lane_name
 from graphstep.engine import Engine, Recording, engine_for
 from graphstep.errors import CaptureError, LifecycleError
 
 T = TypeVar("T")
+
+
+class HasStaticTensors(Protocol):
+    """Owns memory that each replay refreshes before its graph reads it."""
+
+    def static_tensors(self) -> list[Tensor]:
+        """Inputs at fixed addresses that nobody else writes or holds."""
 
 
 class GraphSession:
@@ -46,6 +53,7 @@ class GraphSession:
         self._recordings: dict[Recording, Sequence[Tensor]] = {}
         """Each with the tensors that it uses and that must not go before it."""
         self._stats: dict[str, RegionStats] = {}
+        self._static: weakref.WeakSet[HasStaticTensors] = weakref.WeakSet()
         self._is_in_a_row = False
         # At exit too: graphs that hold collectives must be gone before their process group.
         self._finalizer = weakref.finalize(self, self.engine.close)
@@ -176,10 +184,24 @@ class GraphSession:
             recording.close()
         self._recordings.clear()
 
+    def note_static(self, owner: HasStaticTensors) -> None:
+        """This one owns static inputs of a recording, for as long as it lives."""
+        self._static.add(owner)
+
+    def static_tensors(self) -> list[Tensor]:
+        """The static inputs of all recordings: overwritten before their next replay."""
+        return [tensor for owner in self._static for tensor in owner.static_tensors()]
+
     def report(self) -> CaptureReport:
         """What has been captured so far and how it was used."""
-        pool = 0 if self.is_closed else self.engine.pool_bytes
-        return CaptureReport(self.engine.name, tuple(stats.copy() for stats in self._stats.values()), pool)
+        rows = tuple(stats.copy() for stats in self._stats.values())
+        if self.is_closed:
+            return CaptureReport(self.engine.name, rows, 0)
+        pools = tuple(PoolUse(lane_name(lane), size) for lane, size in self.engine.lane_bytes.items())
+        pool_bytes = sum(pool.nbytes for pool in pools)
+        return CaptureReport(
+            self.engine.name, rows, pool_bytes, pools=pools, workspace_bytes=self.engine.workspace_bytes
+        )
 
     def close(self) -> None:
         """Free the recordings, then the pool, then let go of the tensors they used. May be called twice."""

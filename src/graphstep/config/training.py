@@ -72,6 +72,10 @@ class TrainingConfig:
     """Folder of the TensorBoard log."""
     log_jsonl: str | None = None
     """File that one JSON object a log line is appended to."""
+    cuda_graph_report: str | None = None
+    """File for a page (``.html``) about what was captured and what steps take, or for the same as data (``.json``)."""
+    cuda_graph_trace: str | None = None
+    """File for a trace (``.json``) of some steps, eager and captured, that Perfetto opens."""
     check_for_nan_in_loss_and_grad: bool = True
     """Read the loss and the gradient norm back each step and stop when one is not finite."""
     deferred_nan_check: bool = False
@@ -89,6 +93,16 @@ class TrainingConfig:
     """Where the model runs; ``auto``: CUDA if there is a device, else the CPU."""
     compare_with_eager: int = 0
     """Train that many steps eagerly as well, and compare losses and weights bit by bit; 0: off."""
+    cuda_graph_verify: int = 0
+    """Before the first step, run that many steps both by replays and eagerly, and compare everything that they leave
+    behind; all state is put back, and the run is the one without this. 0: off."""
+    cuda_graph_shadow_interval: int = 0
+    """Every so many steps, run one microbatch (of ``full_iteration``: the step) eagerly as well, compare, and log what
+    differs; the run is the one without this. 0: off."""
+    cuda_graph_verify_rtol: float = 0.0
+    """How far both may be from eager, relative to its values, for kernels that differ from run to run."""
+    cuda_graph_verify_atol: float = 0.0
+    """How far both may be from eager, on top of that."""
 
     def __post_init__(self) -> None:
         settle(self)
