@@ -23,6 +23,7 @@ Rule = Callable[[ast.Module], Iterator[Fault]]
 BASE = ("errors", "version")
 RECORDING = ("config", "engine", "capture", "coverage", "native")
 STEPPING = (*RECORDING, "models", "moe", "parallel", "strategies", "checkpoint_folders")
+BELOW_STRATEGIES = ("cut_forward", "forward_code", "recording", "structure", "unused_cache")
 LOOPS = (*STEPPING, "verification", "training", "inference", "rl")
 IMPORTS_ALLOWED: dict[str, tuple[str, ...]] = {
     "errors": (),
@@ -36,7 +37,9 @@ IMPORTS_ALLOWED: dict[str, tuple[str, ...]] = {
     "models": ("config", "engine.torch_private"),
     "moe": ("config", "models"),
     "parallel": ("config", "models"),
-    "strategies": (*RECORDING, "models.segments"),
+    # What models of others are like is below the strategies; the callback, which attaches, is above them.
+    "strategies": (*RECORDING, "models.segments", *(f"hugging_face.{name}" for name in BELOW_STRATEGIES)),
+    "hugging_face": (*RECORDING, "strategies"),
     "verification": (*RECORDING, "strategies"),
     "training": (*STEPPING, "verification"),
     "inference": STEPPING,

@@ -52,6 +52,3 @@ def graph_launcher(graph: torch.cuda.CUDAGraph) -> Callable[[], object]:
     """What launches a graph, without the Python around it where torch has some."""
     base = getattr(torch._C, "_CUDAGraph", None)
     return MethodType(base.replay, graph) if base is not None and isinstance(graph, base) else graph.replay
-
-
-@contextmanager

@@ -21,6 +21,9 @@ from torch.nn.utils import parametrize
 from torch.utils._python_dispatch import TorchDispatchMode
 
 _POST_ACCUMULATE_HOOKS_OF: Final = attrgetter("_post_accumulate_grad_hooks")
+_SENDS_BUFFERS: Final = "require_forward_param_sync"
+OF_DATA_PARALLEL: Final = frozenset({_SENDS_BUFFERS, "modules_buffers", "named_module_buffers"})
+"""Attributes in which DistributedDataParallel notes what kind of forward was the last, and lists buffers anew."""
 _TIMED_EVERY, _NEVER_TIMED = 100, 2**31 - 1  # Of how many forwards DistributedDataParallel times one; torch's default.
 Switch = tuple[Callable[[], Any], Callable[..., None]]
 
@@ -274,6 +277,7 @@ def weights_are_cached() -> bool:
     return bool(getattr(parametrize, "_cache_enabled", 0))
 
 
+@contextmanager
 def no_weights_cached() -> Iterator[None]:
     """Compute parametrized weights anew in the body, and keep none of them for what comes after it."""
     enabled = getattr(parametrize, "_cache_enabled", 0)
@@ -388,9 +392,12 @@ def data_parallel_is_active() -> bool:
 def no_data_parallel_timings(modules: Iterable[nn.Module]) -> Iterator[None]:
     """Keep DistributedDataParallel from timing a forward in the body, for which the host waits: not under capture.
 
-    It times one of a hundred; the body is not one of them.
+    It times one of a hundred; the body is not one of them. And it sends buffers round, as in every forward of training
+    but the first after an evaluation.
     """
     wrappers = [module for module in modules if isinstance(module, DistributedDataParallel)]
+    for wrapper in wrappers:
+        setattr(wrapper, _SENDS_BUFFERS, True)
     setters = [getattr(wrapper, "_set_ddp_runtime_logging_sample_rate", None) for wrapper in wrappers]
     for set_rate in filter(None, setters):
         set_rate(_NEVER_TIMED)
