@@ -230,7 +230,7 @@ def test_a_step_that_fails_is_repeated(kind: str, monkeypatch: pytest.MonkeyPatc
     with build_engine(model) as engine:
         requests = started(engine)
         with monkeypatch.context() as patched:
-            patched.setattr("graphstep.inference.engine.sample", lambda *_: 1 / 0)
+            patched.setattr("graphstep.inference.draws.sample", lambda *_: 1 / 0)
             with pytest.raises(ZeroDivisionError):
                 engine.step()
         finish(engine)

@@ -11,6 +11,8 @@ from tests.inference.generation import VOCABULARY, build_engine, build_model, gr
 from graphstep.inference.engine import CacheMode, DynamicEngine
 from graphstep.inference.requests import FinishReason, Output, Request
 
+KINDS = ("llama", "moe one by one", "hybrid")
+
 
 def drive(engine: DynamicEngine, dice: random.Random, num_requests: int) -> list[Request]:
     """Requests that arrive at random, some with a common beginning; some are cancelled, and the engine pauses."""
@@ -41,12 +43,24 @@ def drive(engine: DynamicEngine, dice: random.Random, num_requests: int) -> list
     return requests
 
 
-@pytest.mark.parametrize("scope", ["none", "layer", "block"])
-@pytest.mark.parametrize("kind", ["llama", "moe one by one", "hybrid"])
-def test_traffic(kind: str, scope: str, device: torch.device) -> None:
+@pytest.mark.parametrize(
+    ("kind", "scope", "waits"),
+    [
+        *(
+            (kind, scope, False)
+            for kind in ("llama", "moe one by one", "hybrid")
+            for scope in ("none", "layer", "block")
+        ),
+        ("llama", "none", True),
+        ("hybrid", "block", True),
+    ],
+)
+def test_traffic(kind: str, scope: str, waits: bool, device: torch.device) -> None:
     model = build_model(kind, device)
     options = {"enable_chunked_prefill": True}
-    with build_engine(model, scope, max_tokens=10, num_blocks=18, options=options, is_required=True) as engine:
+    with build_engine(
+        model, scope, max_tokens=10, num_blocks=18, options=options, async_scheduling=not waits
+    ) as engine:
         requests = drive(engine, random.Random(kind), 40)
         for request in requests:
             wanted = reference(model, request.tokens[: request.num_prompt_tokens].tolist(), request.sampling)

@@ -5,6 +5,7 @@ from dataclasses import fields as dataclass_fields
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -32,7 +33,7 @@ def metadata(limits: BatchLimits = LIMITS, device: str = "cpu") -> StepMetadata:
 
 def dirty(metadata: StepMetadata) -> None:
     """Fill all memory with what no step contains: what is not written shows."""
-    for memory in [metadata._device, *(host._bytes for host in metadata._hosts)]:
+    for memory in [metadata._device[4:], *(host._bytes for host in metadata._hosts)]:
         memory.fill_(77)
     for host in metadata._hosts:
         # The tables are erased where they were used before; so this is no state that they can be in.
@@ -44,6 +45,7 @@ def check(tensors: StepTensors, step: Step, bucket: BatchShape) -> None:
     requests, tokens = len(step.requests), len(step.token_ids)
     assert tensors.counts.tolist() == [tokens, requests, step.shape.decode, step.shape.prefill]
     assert tensors.token_ids.tolist() == [*step.token_ids, *[0] * (bucket.tokens - tokens)]
+    assert tensors.words.index_select(0, tensors.token_sources).tolist() == tensors.token_ids.tolist()
     row = 0
     for index in range(requests):
         request, start, length = step.requests[index], step.starts[index], step.lengths[index]
@@ -74,7 +76,7 @@ def check(tensors: StepTensors, step: Step, bucket: BatchShape) -> None:
 
 
 def test_every_field_has_a_view() -> None:
-    assert [field.name for field in dataclass_fields(StepTensors)][1:] == list(FIELDS)
+    assert [field.name for field in dataclass_fields(StepTensors)][1:] == [*FIELDS, "words", "drawn"]
 
 
 @given(st.randoms(use_true_random=False))
@@ -108,6 +110,22 @@ def test_settings_of_requests() -> None:
     assert settings.top_ps.tolist() == [0.25, 1, 1]
     assert settings.top_ks.tolist() == [7, 0, 0]
     assert settings.positions.tolist() == [3, 2, 0]
+
+
+def test_tokens_of_the_step_before_are_found_where_they_were_drawn() -> None:
+    run, filled = Scheduler(LIMITS, BlockPool(64, BLOCK), most_in_flight=2), metadata()
+    requests = [run.add([7] * length, SamplingParams(max_new_tokens=9)) for length in (3, 1, 2)]
+    before = run.schedule()
+    assert before is not None
+    filled.fill(before, BatchShape(8, 6, 0)).drawn.copy_(torch.tensor([31, 32, 33, 34, 35, 36]))
+    run.end(requests[0])
+    new = run.add([8, 9], SamplingParams())
+    step = run.schedule()
+    assert step is not None
+    assert step.requests == [requests[1], requests[2], new]
+    tensors = filled.fill(step, BatchShape(8, 4, 2))
+    assert tensors.words.index_select(0, tensors.token_sources).tolist() == [32, 33, 8, 9, 0, 0, 0, 0]
+    assert tensors.drawn.tolist() == [31, 32, 33, 34, 35, 36]
 
 
 def test_what_a_step_contained_does_not_show_in_the_next() -> None:

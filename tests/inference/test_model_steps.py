@@ -13,12 +13,13 @@ from tests.models.tiny import seeded
 from graphstep.errors import ConfigError
 from graphstep.inference.attention import TorchAttention
 from graphstep.inference.cache import CacheShape, InferenceCache
+from graphstep.inference.fusions import TorchFusions
 from graphstep.inference.model_steps import ModelSteps
 from graphstep.models import DelayedScaling, GPTModel, SegmentedModule
 
 
 def steps_of(model: GPTModel) -> ModelSteps:
-    return ModelSteps(model, InferenceCache(CacheShape.of(model), 4, 4, 2, "cpu"), TorchAttention())
+    return ModelSteps(model, InferenceCache(CacheShape.of(model), 4, 4, 2, "cpu"), TorchAttention(), TorchFusions())
 
 
 def test_layers_of_others_are_refused_by_name() -> None:

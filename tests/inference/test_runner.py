@@ -10,9 +10,11 @@ import torch
 from tests.inference.generation import build_engine, build_model, greedy, prompts, reference, seeded
 
 from graphstep.errors import CaptureError, StaleAddressError
+from graphstep.inference import draws
 from graphstep.inference.blocks import RESERVED_BLOCK
 from graphstep.inference.engine import DynamicEngine
-from graphstep.inference.requests import Request
+from graphstep.inference.requests import DrawNeeds, Request, SamplingParams
+from graphstep.inference.sampling import Drawn, DrawSettings
 from graphstep.models import GPTModel
 
 KINDS = ("llama", "moe", "moe one by one", "hybrid")
@@ -64,8 +66,9 @@ def test_all_shapes_are_captured_at_the_start_largest_first(scope: str, device: 
         assert buckets == sorted(engine.runner.ladder.buckets, reverse=True)
         assert len(buckets) > 5
         num = engine.report().num_recordings
-        assert num == len(buckets) * (1 if scope == "block" else 2 + len(model.layers))
-        engine.generate(prompts(3, 4, 5), greedy(4))
+        # Beside the forward, which takes the most likely tokens: drawing at random, from all and from a part.
+        assert num == len(buckets) * (2 + (1 if scope == "block" else 2 + len(model.layers)))
+        engine.generate(prompts(3, 4, 5), [greedy(4), seeded(5, seed=1), greedy(3, logprobs=1)])
         assert engine.report().num_recordings == num, "nothing is captured after the start"
         assert not engine.runner.step_stats.eager_calls
 
@@ -150,6 +153,28 @@ def test_what_cannot_be_captured_is_an_error_or_runs_eagerly(
         assert stats.eager_calls == {"its graph could not be captured": 3}
         assert len(caplog.records) == 2, "once a bucket"
         assert engine.report().num_recordings == 0
+
+
+@pytest.mark.parametrize("scope", ["layer", "block"])
+def test_drawing_that_cannot_be_captured_runs_eagerly(
+    scope: str, device: torch.device, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    plain = draws.sample
+
+    def reads(logits: torch.Tensor, settings: DrawSettings, needs: DrawNeeds) -> Drawn:
+        return plain(logits if not needs.is_filtered or float(logits.sum()) < 1e9 else logits * 2, settings, needs)
+
+    monkeypatch.setattr(draws, "sample", reads)
+    model = build_model("llama", device)
+    with build_engine(model, scope) as engine, caplog.at_level(logging.WARNING):
+        each = [greedy(5), seeded(6, 1), SamplingParams(max_new_tokens=4, seed=5)]
+        requests = engine.generate(prompts(3, 4, 5), each)
+        requests += engine.generate(prompts(6, 2, seed=4), each[1:])
+        for request in requests:
+            assert request.output_tokens == reference(model, prompt_of(request), request.sampling)
+        assert [record.levelname for record in caplog.records] == ["WARNING"], "once"
+        assert not engine.runner.step_stats.eager_calls
+        assert all(len(graphs.draws) == 1 for graphs in engine.runner.graphs)
 
 
 @pytest.mark.parametrize("scope", ["layer", "block"])

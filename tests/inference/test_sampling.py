@@ -10,7 +10,7 @@ from torch import Tensor
 
 from graphstep.engine import CudaEngine, Engine, TapeEngine
 from graphstep.inference.requests import NOT_FINITE, DrawNeeds, draw_key
-from graphstep.inference.sampling import Drawn, DrawSettings, _choose, sample, uniform, unpack
+from graphstep.inference.sampling import Drawn, DrawSettings, _best, _choose, sample, uniform, unpack
 
 RANDOM = DrawNeeds(is_random=True)
 FILTERED = DrawNeeds(is_random=True, is_filtered=True)
@@ -130,6 +130,34 @@ def test_tokens_do_not_depend_on_the_batch(drawn: list[tuple[list[float], tuple[
         needs = DrawNeeds(is_random=temperature > 0, is_filtered=top_p < 1 or top_k > 0)
         alone = sample(logits[row : row + 1], rows(chosen, [row]), needs).tokens
         assert alone.item() == together[row].item()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_most_likely_token_of_long_rows(dtype: torch.dtype) -> None:
+    """Long rows are looked through in parts; of equal ones the first is taken nevertheless, and NaN is seen."""
+    logits = torch.randn(5, 2**13, generator=torch.Generator().manual_seed(1)).to(dtype)
+    logits[1, [40, 7000, 30]] = 9.0
+    logits[2] = 1.0
+    logits[3, 5000] = torch.nan
+    expected = logits.max(dim=-1)
+    best, places = _best(logits)
+    assert best[[0, 1, 2, 4]].equal(expected.values[[0, 1, 2, 4]])
+    assert best[3].isnan()
+    assert places.tolist() == expected.indices.tolist()
+    assert places[1:3].tolist() == [30, 0]
+    wide = torch.cat([logits, logits + 100], dim=1)[:, : 2**13]  # as where columns pad the vocabulary
+    assert _best(wide)[1].equal(places)
+
+
+@pytest.mark.parametrize("needs", [RANDOM, FILTERED, ALL])
+def test_tokens_do_not_depend_on_how_many_rows_are_drawn_together(
+    needs: DrawNeeds, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    logits = torch.randn(7, 20)
+    chosen = settings(7, top_k=9, top_p=0.8, temperature=2.0)
+    together = sample(logits, chosen, needs)
+    monkeypatch.setattr("graphstep.inference.sampling._MOST_AT_ONCE", 45)
+    assert sample(logits, chosen, needs).packed().equal(together.packed())
 
 
 def test_rows_that_are_not_finite_are_marked_and_leave_others_alone() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from collections import deque
 from dataclasses import dataclass, field
 
 from graphstep.inference.blocks import RESERVED_BLOCK, BlockPool
@@ -32,7 +33,11 @@ def reference(prompt: list[int], num_tokens: int, stop: tuple[int, ...] = ()) ->
 
 @dataclass
 class World:
-    """A scheduler that is run step by step, and everything that can be checked about each."""
+    """A scheduler that is run step by step, and everything that can be checked about each.
+
+    Args:
+        looks_ahead: schedule and compute the next step before the tokens of the one before it are committed.
+    """
 
     limits: BatchLimits
     num_blocks: int = 64
@@ -40,13 +45,20 @@ class World:
     chunked_prefill: bool = True
     prefix_caching: bool = True
     matcher: GraphMatcher | None = None
+    looks_ahead: bool = False
     steps: list[Step] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.pool = BlockPool(self.num_blocks, self.block_size, prefix_caching=self.prefix_caching)
         self.scheduler = Scheduler(
-            self.limits, self.pool, chunked_prefill=self.chunked_prefill, matcher=self.matcher, vocabulary=VOCABULARY
+            self.limits,
+            self.pool,
+            chunked_prefill=self.chunked_prefill,
+            matcher=self.matcher,
+            vocabulary=VOCABULARY,
+            most_in_flight=2 if self.looks_ahead else 1,
         )
+        self.launched: deque[tuple[Step, list[int]]] = deque()
         self.cache: dict[int, tuple[int, ...]] = {}
         self.requests: list[Request] = []
 
@@ -59,40 +71,77 @@ class World:
         """Write the cache as a forward would, and read all of the context of every request."""
         self.check(step)
         offset = 0
-        for request, start, length, table in zip(
-            step.requests, step.starts, step.lengths, step.block_tables, strict=True
-        ):
+        drawn = []
+        sequences = [self.sequence(step, index) for index in range(len(step.requests))]
+        for sequence, start, length, table in zip(sequences, step.starts, step.lengths, step.block_tables, strict=True):
             tokens = step.token_ids[offset : offset + length]
             offset += length
-            assert tokens == request.tokens[start : start + length]
+            assert tokens == sequence[start : start + length] or length == 1
             for position in range(start, start + length):
                 slot = table[position // self.block_size] * self.block_size + position % self.block_size
-                self.cache[slot] = tuple(request.tokens[: position + 1])
-        drawn = []
-        for request, start, length, table in zip(
-            step.requests, step.starts, step.lengths, step.block_tables, strict=True
+                self.cache[slot] = tuple(sequence[: position + 1])
+        for sequence, start, length, draws, table in zip(
+            sequences, step.starts, step.lengths, step.draws, step.block_tables, strict=True
         ):
             for position in range(start + length):
                 slot = table[position // self.block_size] * self.block_size + position % self.block_size
-                assert self.cache[slot] == tuple(request.tokens[: position + 1])
-            drawn.append(next_token(request.tokens))
+                assert self.cache[slot] == tuple(sequence[: position + 1])
+            assert draws == (start + length == len(sequence))
+            drawn.append(next_token(sequence))
         return drawn
 
-    def step(self) -> list[Output]:
+    def sequence(self, step: Step, index: int) -> array[int]:
+        """All tokens of a request as the device knows them."""
+        tokens = step.requests[index].tokens
+        if index >= len(step.feeds) or step.feeds[index] < 0:
+            return tokens
+        before, drawn = self.launched[-1]
+        row = step.feeds[index]
+        assert before.requests[row] is step.requests[index]
+        assert before.draws[row]
+        return tokens + array("i", [drawn[row]])
+
+    def launch(self) -> bool:
+        """Compute the next step, if there is one now."""
         step = self.scheduler.schedule()
         if step is None:
-            return []
+            return False
         self.steps.append(step)
-        outputs = self.scheduler.commit(step, self.compute(step))
+        self.launched.append((step, self.compute(step)))
+        return True
+
+    def read(self) -> list[Output]:
+        """Commit the earliest step in flight."""
+        outputs = self.scheduler.commit(*self.launched.popleft())
         self.check_blocks()
         return outputs
+
+    def abandon(self) -> None:
+        """Take back the latest step in flight."""
+        self.scheduler.abandon(self.launched.pop()[0])
+        self.check_blocks()
+
+    def discard(self) -> None:
+        """Take back all steps in flight."""
+        while self.launched:
+            self.abandon()
+
+    def step(self) -> list[Output]:
+        if not self.launched and not self.launch():
+            return []
+        if self.looks_ahead and len(self.launched) == 1:
+            self.launch()
+        return self.read()
 
     def run(self, most_steps: int = 10_000) -> None:
         for _ in range(most_steps):
             if not self.scheduler.has_work:
-                return
+                break
             self.step()
-        raise AssertionError("the requests never end")
+        else:
+            raise AssertionError("the requests never end")
+        while self.launched:
+            assert not self.read()
 
     def check(self, step: Step) -> None:
         shape = step.shape
@@ -101,7 +150,9 @@ class World:
         assert len({request.number for request in step.requests}) == len(step.requests)
         decode, prefill = step.requests[: shape.decode], step.requests[shape.decode :]
         assert not any(request.is_prefilling for request in decode)
-        assert all(request.is_prefilling for request in prefill)
+        assert [request.is_prefilling for request in prefill] == [not draws for draws in step.draws[shape.decode :]]
+        assert all(step.draws[: shape.decode])
+        assert len(step.feeds) in (0, shape.decode)
         assert list(step.lengths[: shape.decode]) == [1] * shape.decode
         for part in (decode, prefill):
             assert [request.number for request in part] == sorted(request.number for request in part)

@@ -139,6 +139,15 @@ _OWN: tuple[Option, ...] = (
         default_text="the positions of the model",
         help="most tokens of a prompt and its continuation together",
     ),
+    Option(
+        dest="async_scheduling",
+        flags=("--async-scheduling",),
+        off_flags=("--no-async-scheduling",),
+        nargs=0,
+        default=True,
+        group=_GROUP,
+        help="launch each step before the tokens of the last one are read; tokens are the same without",
+    ),
 )
 _OF_RUNS = ("inference_cuda_graph_scope", "cuda_graph_policy")
 _IMPLEMENTATIONS = (str(CudaGraphImpl.none), str(CudaGraphImpl.local))
@@ -181,6 +190,7 @@ class GenerateOptions:
     dtype: str | None
     device: str | None
     inference_max_seq_length: int | None
+    async_scheduling: bool
     inference: InferenceConfig
     scope: InferenceCudaGraphScope
     is_required: bool

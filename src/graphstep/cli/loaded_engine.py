@@ -40,6 +40,10 @@ class EngineOptions(Protocol):
         """Longest sequence; ``None``: the positions of the model."""
 
     @property
+    def async_scheduling(self) -> bool:
+        """Is a step launched before the tokens of the last one are read?"""
+
+    @property
     def inference(self) -> InferenceConfig:
         """Sizes and graphs."""
 
@@ -131,6 +135,7 @@ def engine_config(options: EngineOptions, loaded: LoadedModel, text: TextTokens)
         scope=options.scope,
         is_required=options.is_required,
         max_sequence_length=wanted,
+        async_scheduling=options.async_scheduling,
         # A model of ours was padded, and what pads it was never trained.
         vocabulary=text.vocabulary,
         seed=options.seed,

@@ -23,7 +23,15 @@ _GROUP: Final = "server"
 _ONLY_GENERATE: Final = (
     *("prompt", "prompt_file", "max_new_tokens", "temperature", "top_k", "top_p", "ignore_eos", "json"),
 )
-_OF_MODEL: Final = ("model", "tokenizer_model", "dtype", "device", "inference_max_seq_length", "seed")
+_OF_ENGINE: Final = (
+    "model",
+    "tokenizer_model",
+    "dtype",
+    "device",
+    "inference_max_seq_length",
+    "seed",
+    "async_scheduling",
+)
 _DEFAULTS: Final[Mapping[str, Any]] = {field.name: field.default for field in fields(ServerOptions)}
 
 
@@ -109,6 +117,7 @@ class ServeOptions:
     dtype: str | None
     device: str | None
     inference_max_seq_length: int | None
+    async_scheduling: bool
     seed: int
     inference: InferenceConfig
     scope: InferenceCudaGraphScope
@@ -127,7 +136,7 @@ def read_serve_options(argv: Sequence[str], env: Mapping[str, str] = os.environ)
         ConfigError: everything that is wrong, at once.
     """
     reading = read_options(argv, SERVE_OPTIONS, help_hint="graphstep serve --help lists the options")
-    own_options = [option for option in SERVE_OPTIONS if option in _OWN or option.dest in _OF_MODEL]
+    own_options = [option for option in SERVE_OPTIONS if option in _OWN or option.dest in _OF_ENGINE]
     own = {option.dest: reading.values.pop(option.dest, option.default) for option in own_options}
     if own["model"] is None and "model" not in reading.wrong:
         what = "--model says what to serve, and is missing"
@@ -150,6 +159,7 @@ def read_serve_options(argv: Sequence[str], env: Mapping[str, str] = os.environ)
         dtype=own["dtype"],
         device=own["device"],
         inference_max_seq_length=own["inference_max_seq_length"],
+        async_scheduling=own["async_scheduling"],
         seed=own["seed"],
         inference=config.inference,
         scope=InferenceCudaGraphScope.none if graphs.policy is CapturePolicy.off else scope,

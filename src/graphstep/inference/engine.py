@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import enum
 import logging
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import TracebackType
 
 import torch
@@ -18,52 +18,40 @@ from graphstep.errors import ConfigError, InputMismatchError, LifecycleError, Pr
 from graphstep.inference.attention import attention_for
 from graphstep.inference.blocks import BlockPool
 from graphstep.inference.cache import CacheShape, InferenceCache
+from graphstep.inference.draws import DrawReader, PendingDraws
 from graphstep.inference.engine_config import EngineConfig
+from graphstep.inference.engine_states import CacheMode, EngineState, WeightUpdate
+from graphstep.inference.fusions import fusions_for
 from graphstep.inference.memory import cache_blocks
 from graphstep.inference.metadata import StepMetadata
 from graphstep.inference.model_steps import ModelSteps
 from graphstep.inference.requests import FinishReason, Output, Request, SamplingParams
 from graphstep.inference.runner import StepRunner
-from graphstep.inference.sampling import HostDraws, sample, unpack
 from graphstep.inference.scheduler import Scheduler, SchedulerCounts
 from graphstep.inference.step import Step
 from graphstep.inference.streams import TokenStream
 from graphstep.models import GPTModel
 
+__all__ = ["CacheMode", "DynamicEngine", "EngineState", "WeightUpdate"]
+
 _log = logging.getLogger(__name__)
 
 
-class EngineState(enum.Enum):
-    """READY <-> SUSPENDED, and CLOSED from either."""
-
-    READY = "ready"
-    SUSPENDED = "suspended"
-    CLOSED = "closed"
-
-
-class CacheMode(enum.Enum):
-    """What becomes of the cache while an engine is suspended."""
-
-    PERSIST = "persist"
-    """It stays, and so do the graphs."""
-    OFFLOAD = "offload"
-    """What is in use goes to the host and comes back. Graphs are captured again."""
-    RECOMPUTE = "recompute"
-    """It goes; running requests compute it anew. Graphs are captured again."""
-
-
 @dataclass(slots=True)
-class WeightUpdate:
-    """What a change of weights did; complete when the ``with`` of `DynamicEngine.weight_update` ends."""
+class _Launched:
+    """A step that the device computes, or has computed."""
 
-    moved: list[str] = field(default_factory=list)
-    """Weights that are not where they were, in words. Empty: all addresses were kept, and so were the graphs."""
-    num_recomputed: int = 0
-    """Running requests whose keys and values are computed again."""
+    step: Step
+    draws: PendingDraws
 
 
 class DynamicEngine:
     """Generates tokens for requests that join and leave a running batch.
+
+    With `EngineConfig.async_scheduling` the next step is launched before the tokens of this one are read: they go from
+    step to step on the device, and the host works while it computes. A request that ends with a token has then been
+    given one more, which is thrown away. What `step` returns, and every token, is as without it; but between two calls
+    the device may be computing, so that weights are changed within `weight_update`.
 
     Not safe for several threads. The model is read only; it has to be in evaluation mode when a step runs. What the
     graphs read (weights, cache, step description) stays at its address; weights that moved are refused by name.
@@ -103,6 +91,7 @@ class DynamicEngine:
             model,
             self._cache,
             attention_for(device, shape.dtype, is_batch_invariant=self.config.inference.batch_invariant_mode),
+            fusions_for(device),
         )
         self._runner = StepRunner(
             steps,
@@ -111,6 +100,7 @@ class DynamicEngine:
             scope=self.config.scope,
             ladder=self.config.ladder(self.limits, has_states=steps.has_states),
             limits=self.limits,
+            vocabulary=self._vocabulary,
             num_warmup_runs=self.config.num_warmup_runs,
             is_required=self.config.is_required,
         )
@@ -122,7 +112,12 @@ class DynamicEngine:
             seed=self.config.seed,
             matcher=self._runner.matcher if options.inference_cuda_graph_all_prefills else None,
             vocabulary=self._vocabulary,
+            most_in_flight=2 if self.config.async_scheduling else 1,
         )
+        self._reader = DrawReader(self.limits.max_requests, device)
+        self._launched: deque[_Launched] = deque()
+        self._kept: list[Output] = []
+        """What steps gave that were read outside of `step`, which returns it later."""
         self._streams: dict[int, TokenStream] = {}
         self._state = EngineState.READY
         if self.config.captures_at_start:
@@ -139,8 +134,8 @@ class DynamicEngine:
 
     @property
     def has_work(self) -> bool:
-        """Is there a request that is not finished?"""
-        return self._scheduler.has_work
+        """Has `step` something to compute or to return?"""
+        return self._scheduler.has_work or bool(self._kept)
 
     @property
     def num_running(self) -> int:
@@ -187,8 +182,12 @@ class DynamicEngine:
         """End a request early; its blocks are free at once. An open stream of it ends with this reason."""
         if request.is_finished:
             return
-        if self._scheduler.end(request, reason):
-            self._hand_out([Output(request, None, finish_reason=reason)])
+        self._scheduler.end(request, reason)
+        self._hand_out([Output(request, None, finish_reason=reason)])
+        try:
+            self._drop_surplus()
+        except RuntimeError as error:
+            _log.warning("the device failed in a step that nobody waits for any more: %s", error)
 
     def step(self) -> list[Output]:
         """Compute one step for as many requests as fit.
@@ -200,7 +199,7 @@ class DynamicEngine:
             LifecycleError: suspended, closed, or the model is in training mode.
             StaleAddressError: weights are not where graphs expect them. No request is lost.
 
-        Other errors pass through; the step is taken back, and the next call repeats it.
+        Other errors pass through; steps that were not returned are taken back, and later calls repeat them.
         """
         return self._step(verifies=True)
 
@@ -256,6 +255,7 @@ class DynamicEngine:
             LifecycleError: it is suspended or closed already.
         """
         self._require_ready("DynamicEngine.suspend")
+        self._read_launched()
         if mode is not CacheMode.PERSIST:
             self._runner.drop()
         if mode is CacheMode.OFFLOAD:
@@ -295,10 +295,15 @@ class DynamicEngine:
         if self._state is EngineState.CLOSED:
             raise LifecycleError("the engine is closed", where="DynamicEngine.weight_update", fix="make a new one")
         update = WeightUpdate()
+        if keeps_running and self._has_states:
+            self._read_launched()  # States cannot be taken back.
+        else:
+            self._discard_launched()
         self._runner.watch()
         try:
             yield update
         finally:
+            self._read_launched()  # The body may have computed steps.
             if keeps_running and self._cache.is_allocated:
                 self._scheduler.forget_cache()
             else:
@@ -348,8 +353,13 @@ class DynamicEngine:
         if self._state is EngineState.CLOSED:
             return
         self._state = EngineState.CLOSED
-        self._session.close()
-        self._cache.release()
+        try:
+            for launched in self._launched:
+                launched.draws.wait()
+        finally:
+            self._launched.clear()
+            self._session.close()
+            self._cache.release()
 
     def __enter__(self) -> DynamicEngine:
         return self
@@ -361,32 +371,81 @@ class DynamicEngine:
 
     def _step(self, *, verifies: bool) -> list[Output]:
         self._require_ready("DynamicEngine.step")
+        if self._kept:
+            kept, self._kept = self._kept, []
+            return kept
+        if not self._launched and not self._launch(verifies=verifies):
+            return []
+        if self.config.async_scheduling:
+            self._launch(verifies=verifies)
+        outputs = self._read()
+        self._drop_surplus()
+        return outputs
+
+    def _launch(self, *, verifies: bool) -> bool:
+        """Schedule the next step and start it; False: there is none, or not before the one in flight is read."""
         step = self._scheduler.schedule()
         if step is None:
-            return []
+            return False
+        if self._launched and not self._runner.is_ready(step.shape):
+            # The capture would overwrite what the step in flight has drawn.
+            self._scheduler.abandon(step)
+            return False
         try:
-            draws = self._compute(step, verifies=verifies)
+            self._launched.append(self._start(step, verifies=verifies))
         except BaseException:
             self._scheduler.abandon(step)
             if self._has_states:
+                self._read_launched()
                 self._scheduler.recompute_all()  # States may have gone on by a token already.
             raise
-        outputs = self._scheduler.commit(step, *draws)
+        return True
+
+    @torch.no_grad()
+    def _start(self, step: Step, *, verifies: bool) -> _Launched:
+        """Forward, drawing and the copy of what is drawn; nothing is waited for."""
+        if self._launched:
+            self._launched[-1].draws.keep_order()
+        match = self._runner.match(step.shape, verifies=verifies)
+        tensors = self._metadata.fill(step, match.bucket or self.limits.eager_shape(step.shape))
+        needs = step.needs if any(step.draws) else None
+        packed = self._runner.run(tensors, step, match, needs)
+        return _Launched(step, self._reader.start(packed, len(step.requests), needs))
+
+    def _read(self) -> list[Output]:
+        """Wait for the earliest step in flight and hand out what it gave. The one place where the host waits."""
+        launched = self._launched[0]
+        try:
+            draws = launched.draws.read()
+        except BaseException:
+            self._discard_launched()
+            if self._has_states:
+                self._scheduler.recompute_all()
+            raise
+        self._launched.popleft()
+        outputs = self._scheduler.commit(launched.step, *draws)
         if self._streams:
             self._hand_out(outputs)
         return outputs
 
-    @torch.no_grad()
-    def _compute(self, step: Step, *, verifies: bool) -> HostDraws:
-        """Run the forward and draw; the one place where the host waits for the device."""
-        match = self._runner.match(step.shape, verifies=verifies)
-        tensors = self._metadata.fill(step, match.bucket or self.limits.eager_shape(step.shape))
-        logits = self._runner.run(tensors, step, match)
-        if not any(step.draws):
-            return HostDraws([0] * len(step.requests), None, None)
-        needs = step.needs
-        drawn = sample(logits[:, : self._vocabulary], tensors.draw_settings, needs)
-        return unpack(drawn.packed()[: len(step.requests)].cpu().numpy(), needs)
+    def _read_launched(self) -> None:
+        """Leave no step in flight; what they gave is returned later."""
+        while self._launched:
+            self._kept += self._read()
+
+    def _discard_launched(self) -> None:
+        """Leave no step in flight, as if the next one had not been launched; wait until the device is done with it."""
+        launched = [*self._launched]
+        self._launched.clear()
+        for each in reversed(launched):
+            self._scheduler.abandon(each.step)
+        for each in launched:
+            each.draws.wait()
+
+    def _drop_surplus(self) -> None:
+        """With no request left, forget the step that was launched in advance, once the device is done with it."""
+        if self._launched and not self._scheduler.has_work:
+            self._discard_launched()
 
     def _leave(self, request: Request) -> None:
         self._streams.pop(request.number, None)

@@ -40,6 +40,9 @@ class EngineConfig:
     """Blocks of the cache, the reserved one included; ``None``: what its memory holds."""
     prefix_caching: bool = True
     """Requests with equal beginnings share blocks. Never with recurrent states, which blocks do not hold."""
+    async_scheduling: bool = True
+    """Launch each step before the tokens of the one before it are read, so that the device does not wait for the host.
+    Tokens are the same without."""
     vocabulary: int | None = None
     """Tokens that there are, without those that pad the model's; ``None``: all of the model's."""
     seed: int = 0

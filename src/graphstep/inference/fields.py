@@ -1,5 +1,9 @@
 """The fields of the buffer that describes a step: their types, their padding and their places.
 
+In front of the fields lies what the device writes itself: a word that is always 0, then the tokens that the last step
+has drawn, one a request. ``token_sources`` says for each token at which word of the memory it lies: there, or in
+``token_ids``, which the host writes.
+
 Padding tokens are token 0 at position 0; they write to the reserved block and belong to the first request. Padding
 requests have no tokens and no context, blocks and states that belong to nobody, and take the most likely token.
 """
@@ -17,6 +21,7 @@ from graphstep.inference.blocks import RESERVED_BLOCK
 from graphstep.inference.shapes import BatchShape
 
 _ALIGNMENT_BYTES: Final = 128
+_WORD_BYTES: Final = 4
 
 
 class Field(NamedTuple):
@@ -44,6 +49,7 @@ FIELDS: Mapping[str, Field] = MappingProxyType(
         "top_ps": Field("request", torch.float32, 1),
         "top_ks": Field("request", torch.int32, 0),
         "token_ids": Field("token", torch.int32, 0),
+        "token_sources": Field("token", torch.int32, 0),
         "positions": Field("token", torch.int32, 0),
         "token_requests": Field("token", torch.int32, 0),
         "slots": Field("token", torch.int64, RESERVED_BLOCK),
@@ -69,11 +75,22 @@ class BufferLayout:
         self.table_width = table_width
         self._largest = BatchShape(max_tokens, max_requests, 0)
         self._offsets: dict[str, int] = {}
-        end = 0
+        end = _aligned((1 + max_requests) * _WORD_BYTES)
+        self.device_bytes = end
+        """What the device writes itself, at the start: not copied."""
         for name in FIELDS:
-            self._offsets[name] = -(-end // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+            self._offsets[name] = _aligned(end)
             end = self._offsets[name] + self._num_bytes(name, self._largest)
         self.num_bytes = end
+
+    @property
+    def first_token_word(self) -> int:
+        """Place of the first of ``token_ids``, in words of 32 bits."""
+        return self._offsets["token_ids"] // _WORD_BYTES
+
+    def drawn(self, buffer: Tensor) -> Tensor:
+        """Return the tokens that the last step has drawn, [max_requests]."""
+        return buffer.view(torch.int32)[1 : 1 + self.max_requests]
 
     def used_bytes(self, bucket: BatchShape) -> int:
         """Return how much of the buffer, from its start, contains everything about a bucket."""
@@ -93,3 +110,7 @@ class BufferLayout:
     def _num_bytes(self, name: str, bucket: BatchShape) -> int:
         width = self.table_width if name == "block_tables" else 1
         return self.num_rows(name, bucket) * width * FIELDS[name].dtype.itemsize
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES

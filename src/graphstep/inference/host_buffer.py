@@ -42,6 +42,8 @@ class HostBuffer:
             for per in ("token", "request")
         }
         self._row_numbers = np.arange(max(layout.max_tokens, layout.max_requests) + 1, dtype=np.int32)
+        self._own_sources = self._row_numbers + np.int32(layout.first_token_word)
+        self._copied_from = layout.device_bytes
         self._used_rows = self._used_width = 0
         self._copied = torch.cuda.Event() if is_pinned else None
 
@@ -58,6 +60,11 @@ class HostBuffer:
         self._write_tables(step)
         fields["counts"][:] = (num_tokens, num_requests, shape.decode, shape.prefill)
         fields["token_ids"][:num_tokens] = np.frombuffer(step.token_ids, np.int32)
+        fields["token_sources"][:num_tokens] = self._own_sources[:num_tokens]
+        if step.feeds:
+            feeds = np.frombuffer(step.feeds, np.int32)
+            # Word 0 of the memory is not a row.
+            np.copyto(fields["token_sources"][: len(feeds)], feeds + 1, where=feeds >= 0)
         self._write_requests(step, num_requests)
         self._write_places(step, shape)
         if num_tokens < bucket.tokens:
@@ -69,10 +76,11 @@ class HostBuffer:
         fields["query_starts"][num_requests : bucket.requests + 1] = num_tokens
 
     def copy_to(self, device: Tensor, num_bytes: int) -> None:
-        """Start the copy of the first bytes to the device's buffer, on the current stream."""
-        device[:num_bytes].copy_(self._bytes[:num_bytes], non_blocking=True)
+        """Start the copy of the first bytes to the device's buffer, on the current stream, but for what it writes."""
+        begin = self._copied_from
+        device[begin:num_bytes].copy_(self._bytes[begin:num_bytes], non_blocking=True)
         if self._copied is not None:
-            self._copied.record()
+            self._copied.record(torch.cuda.current_stream(device.device))
 
     def _write_requests(self, step: Step, num_requests: int) -> None:
         fields = self._fields

@@ -12,6 +12,7 @@ from graphstep.capture import GraphSession
 from graphstep.inference.attention import attention_for
 from graphstep.inference.cache import CacheShape, InferenceCache
 from graphstep.inference.engine_config import EngineConfig
+from graphstep.inference.fusions import fusions_for
 from graphstep.inference.ladder import Ladder
 from graphstep.inference.metadata import StepMetadata
 from graphstep.inference.model_steps import ModelSteps
@@ -90,7 +91,10 @@ def measure_memory(
     block_size = config.inference.inference_dynamic_batching_block_size
     cache = InferenceCache(shape, 2, block_size, 0, device)  # dummy steps use what is reserved alone
     steps = ModelSteps(
-        model, cache, attention_for(device, shape.dtype, is_batch_invariant=config.inference.batch_invariant_mode)
+        model,
+        cache,
+        attention_for(device, shape.dtype, is_batch_invariant=config.inference.batch_invariant_mode),
+        fusions_for(device),
     )
     step_bytes = _measure_step(steps, limits, metadata, device)
     ladder = config.ladder(limits, has_states=steps.has_states)

@@ -47,7 +47,9 @@ class StepTensors:
     top_ps: Tensor
     top_ks: Tensor
     token_ids: Tensor
-    """[T]."""
+    """[T]: as far as the host knows them."""
+    token_sources: Tensor
+    """[T]: where each token lies, as an index into ``words``."""
     positions: Tensor
     """[T]: place of each token in its sequence."""
     token_requests: Tensor
@@ -56,6 +58,10 @@ class StepTensors:
     """[T]: where its key and value go: block * block_size + place in the block."""
     block_tables: Tensor
     """[R, blocks of the longest sequence]: the reserved block where a request has none."""
+    words: Tensor
+    """All of the memory as numbers of 32 bits."""
+    drawn: Tensor
+    """[R]: the tokens that the last step has drawn. Whoever draws writes them, for the next step to read."""
 
     @property
     def draw_settings(self) -> DrawSettings:
@@ -83,6 +89,7 @@ class StepMetadata:
         )
         self._device = torch.zeros(self._layout.num_bytes, dtype=torch.uint8, device=device)
         self._fields = {name: self._layout.section(self._device, name) for name in FIELDS}
+        self._drawn = self._layout.drawn(self._device)
         for name, field in FIELDS.items():  # padding only, until the first step
             self._fields[name].fill_(field.fill)
         is_pinned = self._device.device.type == "cuda"
@@ -112,7 +119,8 @@ class StepMetadata:
                 fix="build it with the limits that the buckets were chosen for",
             )
         views = {name: field[: most.num_rows(name, bucket)] for name, field in self._fields.items()}
-        tensors = StepTensors(bucket, **views)
+        words = self._device.view(torch.int32)
+        tensors = StepTensors(bucket, **views, words=words, drawn=self._drawn[: bucket.requests])
         if len(self._tensors) < _MOST_VIEWS:
             self._tensors[bucket] = tensors
         return tensors

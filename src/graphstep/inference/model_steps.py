@@ -15,6 +15,7 @@ from graphstep.errors import ConfigError, Problem
 from graphstep.inference.attention import AttentionKernels
 from graphstep.inference.cache import InferenceCache
 from graphstep.inference.dropless import experts_problem, run_experts
+from graphstep.inference.fusions import Fusions, has_hooks
 from graphstep.inference.mamba_steps import mix_step
 from graphstep.inference.metadata import StepTensors
 from graphstep.inference.step import Step
@@ -24,6 +25,8 @@ from graphstep.models.moe import MoEBlock, MoELayer
 
 Rotary = tuple[Tensor, ...]
 """Cosines and sines [T, D] of the tokens' positions; empty without rotary embedding."""
+Residual = tuple[Tensor, Tensor | None]
+"""The residual stream [T, H], and an update [T, H] that is still to be added: with the next normalisation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +44,16 @@ class StepContext:
         return None if self.step is None else max(map(len, self.step.block_tables), default=1)
 
 
-_Part = Callable[[Tensor, StepContext], Tensor]
+_Update = Callable[[Tensor, StepContext], Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """One update of the residual stream."""
+
+    norm: nn.Module
+    update: _Update
+    """From the normalised stream."""
 
 
 class ModelSteps:
@@ -53,15 +65,17 @@ class ModelSteps:
         model: is read and never changed.
         cache: of that model.
         kernels: how to attend.
+        fusions: how to do what stands around the products.
 
     Raises:
         ConfigError: layers that cannot be run step by step; all problems at once.
     """
 
-    def __init__(self, model: GPTModel, cache: InferenceCache, kernels: AttentionKernels) -> None:
+    def __init__(self, model: GPTModel, cache: InferenceCache, kernels: AttentionKernels, fusions: Fusions) -> None:
         self.model = model
         self.cache = cache
         self.kernels = kernels
+        self.fusions = fusions
         self._num_attentions = self._num_mixers = 0
         problems = [
             Problem(
@@ -96,31 +110,36 @@ class ModelSteps:
         """
         hidden_TH, rotary = self.front(tensors)
         context = StepContext(tensors, rotary, step)
+        residual: Residual = (hidden_TH, None)
         for number in range(self.num_layers):
-            hidden_TH = self.layer(number, hidden_TH, context)
-        return self.head(hidden_TH, tensors)
+            residual = self.layer(number, residual, context)
+        return self.head(residual, tensors)
 
     def front(self, tensors: StepTensors) -> tuple[Tensor, Rotary]:
         """Embed the tokens, and look up the angles of their positions."""
         embedding, rotary = self.model.embedding, self.model.rotary
-        hidden_TH = functional.embedding(tensors.token_ids, embedding.weight)
+        table = None if rotary is None else rotary.table
+        hidden_TH, angles = self.fusions.look_up(tensors, embedding.weight, table)
         if embedding.position_weight is not None:
             hidden_TH = hidden_TH + functional.embedding(tensors.positions, embedding.position_weight)
-        if rotary is None:
-            return hidden_TH, ()
-        cos_TD, sin_TD = rotary.table.index_select(1, tensors.positions).to(hidden_TH.dtype).unbind()
-        return hidden_TH, (cos_TD, sin_TD)
+        return hidden_TH, angles
 
-    def layer(self, number: int, hidden_TH: Tensor, context: StepContext) -> Tensor:
+    def layer(self, number: int, residual: Residual, context: StepContext) -> Residual:
         """Run one layer; its keys, values and states go to the cache."""
         for part in self._layers[number]:
-            hidden_TH = part(hidden_TH, context)
-        return hidden_TH
+            hidden_TH, normalised_TH = self.fusions.add_and_normalise(*residual, part.norm)
+            residual = hidden_TH, part.update(normalised_TH, context)
+        return residual
 
-    def head(self, hidden_TH: Tensor, tensors: StepTensors) -> Tensor:
+    def head(self, residual: Residual, tensors: StepTensors) -> Tensor:
         """Logits of each request's last token."""
-        last_RH = hidden_TH.index_select(0, tensors.last_tokens)
-        logits_RV: Tensor = self.model.head(last_RH, self.model.embedding.weight)
+        hidden_TH, update_TH = residual
+        if update_TH is not None:
+            hidden_TH = hidden_TH + update_TH
+        bucket = tensors.bucket
+        if not bucket.is_decode_only or bucket.tokens != bucket.requests:
+            hidden_TH = hidden_TH.index_select(0, tensors.last_tokens)
+        logits_RV: Tensor = self.model.head(hidden_TH, self.model.embedding.weight)
         return logits_RV
 
     def _parts(self, layer: nn.Module, name: str, problems: list[Problem]) -> tuple[_Part, ...]:
@@ -128,16 +147,16 @@ class ModelSteps:
         parts: list[_Part] = []
         attention, mlp = getattr(layer, "attention", None), getattr(layer, "mlp", None)
         if isinstance(attention, Attention):
-            parts.append(self._attention(layer.get_submodule("attention_norm"), attention))
+            parts.append(_Part(layer.get_submodule("attention_norm"), self._attention(attention)))
         if isinstance(mlp, MLP):
-            parts.append(_mlp(layer.get_submodule("mlp_norm"), mlp))
+            parts.append(_Part(layer.get_submodule("mlp_norm"), self._mlp(mlp)))
         if isinstance(layer, MoELayer):
             problem = experts_problem(layer.moe, name)
             if problem is not None:
                 problems.append(problem)
-            parts.append(_experts(layer.moe_norm, layer.moe))
+            parts.append(_Part(layer.moe_norm, _experts(layer.moe)))
         if isinstance(layer, MambaLayer):
-            parts.append(self._mixer(layer))
+            parts.append(_Part(layer.mixer_norm, self._mixer(layer)))
         if not parts:
             problems.append(
                 Problem(
@@ -149,45 +168,43 @@ class ModelSteps:
             )
         return tuple(parts)
 
-    def _attention(self, norm: nn.Module, attention: Attention) -> _Part:
+    def _attention(self, attention: Attention) -> _Update:
         index = self._num_attentions
         self._num_attentions += 1
         heads, groups = attention.num_heads, attention.num_groups
 
-        def attend(hidden_TH: Tensor, context: StepContext) -> Tensor:
+        def attend(x_TH: Tensor, context: StepContext) -> Tensor:
             pages, tensors = self.cache.pages[index], context.tensors
-            qkv_TND = attention.qkv(norm(hidden_TH)).unflatten(-1, (heads + 2 * groups, attention.channels))
+            qkv_TND = attention.qkv(x_TH).unflatten(-1, (heads + 2 * groups, attention.channels))
             qkv_TND = attention.normalise_heads(qkv_TND)
             q_TND = self.kernels.rotate_and_write(
                 qkv_TND, context.rotary, attention.rotary_channels, pages, tensors.slots
             )
             y_TND = self.kernels.attend(q_TND, pages, tensors, context.num_blocks)
             update_TH: Tensor = attention.out(y_TND.flatten(1))
-            return hidden_TH + update_TH
+            return update_TH
 
         return attend
 
-    def _mixer(self, layer: MambaLayer) -> _Part:
+    def _mixer(self, layer: MambaLayer) -> _Update:
         index = self._num_mixers
         self._num_mixers += 1
 
-        def mix(hidden_TH: Tensor, context: StepContext) -> Tensor:
-            states = self.cache.states[index]
-            return hidden_TH + mix_step(layer.mixer, layer.mixer_norm(hidden_TH), states, context.tensors, context.step)
+        def mix(x_TH: Tensor, context: StepContext) -> Tensor:
+            return mix_step(layer.mixer, x_TH, self.cache.states[index], context.tensors, context.step)
 
         return mix
 
+    def _mlp(self, mlp: MLP) -> _Update:
+        def transform(x_TH: Tensor, _context: StepContext) -> Tensor:
+            if mlp.gated and type(mlp) is MLP and not has_hooks(mlp):
+                x_TH = mlp.down(self.fusions.gate(mlp.up(x_TH)))
+            else:
+                x_TH = mlp(x_TH)
+            return x_TH
 
-def _mlp(norm: nn.Module, mlp: MLP) -> _Part:
-    def transform(hidden_TH: Tensor, _context: StepContext) -> Tensor:
-        update_TH: Tensor = mlp(norm(hidden_TH))
-        return hidden_TH + update_TH
-
-    return transform
+        return transform
 
 
-def _experts(norm: nn.Module, block: MoEBlock) -> _Part:
-    def transform(hidden_TH: Tensor, context: StepContext) -> Tensor:
-        return hidden_TH + run_experts(block, norm(hidden_TH), is_captured=context.step is None)
-
-    return transform
+def _experts(block: MoEBlock) -> _Update:
+    return lambda x_TH, context: run_experts(block, x_TH, is_captured=context.step is None)

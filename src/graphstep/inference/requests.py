@@ -191,9 +191,13 @@ class Request:
     state: RequestState = RequestState.WAITING
     finish_reason: FinishReason | None = None
     is_prefilling: bool = True
-    """Are there tokens to compute before one can be drawn?"""
+    """Are there tokens to compute before the step in which one is drawn? That step, once in flight, counts as done."""
     num_computed: int = 0
-    """Tokens whose keys and values are in the cache."""
+    """Tokens whose keys and values are in the cache once the steps in flight have run."""
+    num_drawing: int = 0
+    """Tokens that steps in flight draw; they follow ``tokens``, and the host does not know them yet."""
+    row: int = 0
+    """Its row in the latest step that it was part of."""
     block_table: array[int] = field(default_factory=lambda: array("i"))
     """Blocks that hold them, in order."""
     state_slot: int = 0
@@ -209,8 +213,6 @@ class Request:
     num_preemptions: int = 0
     num_deferrals: int = 0
     """Steps that it was kept out of because no graph would have served them."""
-    wanted_end: FinishReason | None = None
-    """Ends with this reason as soon as the step that it is in has been computed."""
 
     @property
     def output_tokens(self) -> list[int]:

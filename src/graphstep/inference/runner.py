@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -18,14 +18,29 @@ from graphstep.capture.progress import CaptureProgress
 from graphstep.config import InferenceCudaGraphScope
 from graphstep.engine import Recording
 from graphstep.errors import CaptureError
+from graphstep.inference.draws import CAPTURED_NEEDS, GREEDY, Draws
 from graphstep.inference.ladder import Ladder
 from graphstep.inference.matching import GraphMatcher, Match, NoBucket
 from graphstep.inference.metadata import StepMetadata, StepTensors
-from graphstep.inference.model_steps import ModelSteps, StepContext
+from graphstep.inference.model_steps import ModelSteps, Residual, StepContext
+from graphstep.inference.requests import DrawNeeds
 from graphstep.inference.shapes import BatchLimits, BatchShape
 from graphstep.inference.step import Step, dummy_step
 
+_FORWARD_LANE: Final = "forward"
+_DRAW_NAMES: Final = ("draw at random", "draw from a part")
+
 _log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class DrawGraph:
+    """Draws from the logits of a bucket in one way."""
+
+    recording: Recording
+    stats: RegionStats
+    packed: Tensor
+    """What it leaves for the host; see `BucketGraphs.logits`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,10 +49,15 @@ class BucketGraphs:
 
     bucket: BatchShape
     recordings: tuple[Recording, ...]
+    """The last one takes the most likely tokens, too."""
     stats: tuple[RegionStats, ...]
     """Of each recording's region."""
     logits: Tensor
     """Where the last recording leaves them. The memory is the pool's: read it before another bucket is replayed."""
+    packed: Tensor
+    """The most likely tokens, as `draws.Draws` returns them; memory of the pool as well."""
+    draws: Mapping[DrawNeeds, DrawGraph]
+    """For steps that want others."""
     capture_seconds: float
     pool_bytes: int
     """What it added to the pool."""
@@ -46,9 +66,9 @@ class BucketGraphs:
 class StepRunner:
     """Owns the graphs of an engine.
 
-    All of them are captured into one lane of a session, so that they share memory: the logits of one step have to be
-    read, in stream order, before the next one runs. Graphs read the step's metadata and the cache where they lie; who
-    moves those, drops the graphs first.
+    Those of the forward are captured into one lane of a session, and those that draw at random into another. So they
+    share memory: what one step has drawn has to be copied, in stream order, before the next one runs. Graphs read the
+    step's metadata and the cache where they lie; who moves those, drops the graphs first.
 
     Args:
         steps: the forward.
@@ -57,6 +77,7 @@ class StepRunner:
         scope: what one graph covers.
         ladder: the buckets.
         limits: of the engine.
+        vocabulary: tokens that may be drawn; ``None``: all that there are logits for.
         num_warmup_runs: eager forwards before the capture of a bucket, at least one.
         is_required: what cannot be captured is an error; otherwise it runs eagerly, with a warning.
     """
@@ -70,6 +91,7 @@ class StepRunner:
         scope: InferenceCudaGraphScope,
         ladder: Ladder,
         limits: BatchLimits,
+        vocabulary: int | None = None,
         num_warmup_runs: int = 1,
         is_required: bool = False,
     ) -> None:
@@ -80,12 +102,19 @@ class StepRunner:
         self._metadata = metadata
         self._session = session
         self._scope = scope
+        self._vocabulary = vocabulary
+        self._draws = Draws(session.device)
         self._num_warmup_runs = max(1, num_warmup_runs)
         self._is_required = is_required
         self._graphs: dict[BatchShape, BucketGraphs] = {}
         self._failed: set[BatchShape] = set()
+        self._eager_needs: set[DrawNeeds] = set()
         self._watched: Watched | None = None
         self._step_stats = session.stats("steps", scope.value)
+        self.num_decode_steps = 0
+        """Steps without prompts that were computed."""
+        self.num_decode_replays = 0
+        """Of them, those that were graphs."""
 
     @property
     def graphs(self) -> tuple[BucketGraphs, ...]:
@@ -120,25 +149,47 @@ class StepRunner:
             verify(self._watched, "inference graphs", instead="drop the graphs (engine.weight_update() does)")
         return match
 
-    def run(self, tensors: StepTensors, step: Step, match: Match) -> Tensor:
-        """Compute the step that ``tensors`` describe.
+    def is_ready(self, shape: BatchShape) -> bool:
+        """Would `match` capture nothing for a step of this shape? A capture overwrites what the last step has drawn."""
+        bucket = self.matcher.match(shape).bucket
+        return bucket is None or bucket in self._graphs or bucket in self._failed
+
+    def run(self, tensors: StepTensors, step: Step, match: Match, needs: DrawNeeds | None) -> Tensor | None:
+        """Compute the step that ``tensors`` describe, and draw the tokens that follow.
+
+        Args:
+            tensors: of the bucket, or of the step where there is none.
+            step: the same for the host.
+            match: of its shape.
+            needs: what the requests of the step want; ``None``: no token is drawn.
 
         Returns:
-            Logits [R, V], valid until the next call.
+            What has been drawn, see `draws.Draws`, valid until the next call.
 
         Cost where there are graphs: a launch for each; nothing is waited for.
         """
         graphs = self._graphs.get(match.bucket) if match.bucket is not None else None
+        if step.num_prefill == 0:
+            self.num_decode_steps += 1
+            self.num_decode_replays += graphs is not None
         if graphs is None:
             self._step_stats.eager_calls[match.reason.value if match.reason is not None else "no graphs"] += 1
-            return self.steps.forward(tensors, step)
+            logits = self.steps.forward(tensors, step)
+            return None if needs is None else self._draw(logits, tensors, needs)
         for recording in graphs.recordings:
             recording.replay()
         for stats in graphs.stats:
             stats.num_replays += 1
         if self._scope is not InferenceCudaGraphScope.block:
             self._step_stats.num_replays += 1
-        return graphs.logits
+        if needs is None or needs == GREEDY:
+            return graphs.packed
+        drawing = graphs.draws.get(needs)
+        if drawing is None:
+            return self._draw(graphs.logits, tensors, needs)
+        drawing.recording.replay()
+        drawing.stats.num_replays += 1
+        return drawing.packed
 
     def capture_all(self, *, show_progress: bool | None = None) -> None:
         """Capture every bucket, the largest first, so that the others find their memory in the pool.
@@ -158,7 +209,8 @@ class StepRunner:
     def drop(self) -> None:
         """Free all graphs; the next step or `capture_all` makes them anew."""
         for graphs in self._graphs.values():
-            for recording, stats in zip(graphs.recordings, graphs.stats, strict=True):
+            each = [(drawing.recording, drawing.stats) for drawing in graphs.draws.values()]
+            for recording, stats in (*zip(graphs.recordings, graphs.stats, strict=True), *each):
                 self._session.release([recording], stats)
                 stats.num_signatures = 0
             self._step_stats.num_signatures = 0
@@ -196,15 +248,18 @@ class StepRunner:
         tensors = self._metadata.fill(dummy_step(bucket, self.limits.max_sequence_length), bucket)
         with engine.capture_stream():
             for _ in range(self._num_warmup_runs):
-                self.steps.forward(tensors, None)
+                logits = self.steps.forward(tensors, None)
+                for needs in (GREEDY, *CAPTURED_NEEDS):
+                    self._draw(logits, tensors, needs)
+            del logits
         recordings: list[Recording] = []
         regions: list[RegionStats] = []
         total = self._step_stats
         seconds, pool_bytes = total.capture_seconds, 0
 
-        def captured(stats: RegionStats, function: Callable[[], Any]) -> Any:
+        def captured(stats: RegionStats, function: Callable[[], Any], lane: str = _FORWARD_LANE) -> Any:
             nonlocal pool_bytes
-            recording = session.capture(stats, function, observation=self._kept_alive())
+            recording = session.capture(stats, function, observation=self._kept_alive(), lane=lane)
             recordings.append(recording)
             regions.append(stats)
             pool_bytes += recording.nbytes
@@ -216,34 +271,75 @@ class StepRunner:
         try:
             with session.timed(total):
                 if self._scope is InferenceCudaGraphScope.block:
-                    logits = captured(total, lambda: self.steps.forward(tensors, None))
+                    logits, packed = captured(
+                        total, lambda: self._with_draw(self.steps.forward(tensors, None), tensors)
+                    )
                 else:
-                    logits = self._capture_layers(tensors, captured)
-                view = engine.borrowed_view(logits)
+                    logits, packed = self._capture_layers(tensors, captured)
+                num_forward = len(recordings)
+                views = {
+                    needs: engine.borrowed_view(packed_too)
+                    for needs, packed_too in self._capture_draws(logits, tensors, captured)
+                }
+                logits, packed = engine.borrowed_view(logits), engine.borrowed_view(packed)
         except BaseException:
             for recording, stats in zip(recordings, regions, strict=True):
                 session.release([recording], stats)
             raise
         for stats in {id(region): region for region in (*regions, total)}.values():
             stats.num_signatures += 1
+        graphs_of_draws = zip(views, recordings[num_forward:], regions[num_forward:], strict=True)
         return BucketGraphs(
-            bucket, tuple(recordings), tuple(regions), view, total.capture_seconds - seconds, pool_bytes
+            bucket=bucket,
+            recordings=tuple(recordings[:num_forward]),
+            stats=tuple(regions[:num_forward]),
+            logits=logits,
+            packed=packed,
+            draws={needs: DrawGraph(recording, stats, views[needs]) for needs, recording, stats in graphs_of_draws},
+            capture_seconds=total.capture_seconds - seconds,
+            pool_bytes=pool_bytes,
         )
+
+    def _capture_draws(
+        self, logits: Tensor, tensors: StepTensors, captured: Callable[..., Any]
+    ) -> Iterator[tuple[DrawNeeds, Tensor]]:
+        for name, needs in zip(_DRAW_NAMES, CAPTURED_NEEDS, strict=True):
+            if needs in self._eager_needs:
+                continue
+            try:
+                # In a lane of their own: if one fails, the forward's can still be captured into.
+                drawn = captured(self._session.stats(name, "draw"), partial(self._draw, logits, tensors, needs), "draw")
+            except CaptureError as error:
+                self._eager_needs.add(needs)
+                _log.warning("steps %s without a graph: %s", name, error)
+            else:
+                yield needs, drawn
 
     def _capture_layers(
         self, tensors: StepTensors, captured: Callable[[RegionStats, Callable[[], Any]], Any]
-    ) -> Tensor:
+    ) -> tuple[Tensor, Tensor]:
         steps, stats = self.steps, self._session.stats
         hidden, rotary = captured(stats("front", "front"), lambda: steps.front(tensors))
         context = StepContext(tensors, rotary, None)
+        residual: Residual = (hidden, None)
         for number in range(steps.num_layers):
-            before = hidden
-            hidden = captured(
+            residual = captured(
                 stats(f"layers.{number}", "layer"),
-                partial(steps.layer, number, before, context),
+                partial(steps.layer, number, residual, context),
             )
-        logits: Tensor = captured(stats("head", "head"), lambda: steps.head(hidden, tensors))
-        return logits
+        found: tuple[Tensor, Tensor] = captured(
+            stats("head", "head"), lambda: self._with_draw(steps.head(residual, tensors), tensors)
+        )
+        return found
+
+    def _forward_and_draw(self, tensors: StepTensors) -> tuple[Tensor, Tensor]:
+        return self._with_draw(self.steps.forward(tensors, None), tensors)
+
+    def _with_draw(self, logits: Tensor, tensors: StepTensors) -> tuple[Tensor, Tensor]:
+        return logits, self._draw(logits, tensors, GREEDY)
+
+    def _draw(self, logits: Tensor, tensors: StepTensors, needs: DrawNeeds) -> Tensor:
+        return self._draws.draw(logits[:, : self._vocabulary], tensors, needs)
 
     def _kept_alive(self) -> Observation:
         cache = self.steps.cache

@@ -9,6 +9,7 @@ Shapes: R requests, V vocabulary, K alternatives.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -25,6 +26,9 @@ _WEIGHT_OF_BEST = 2.0**40
 """Weight of the most likely token. Up to 2**22 tokens, weights add up without overflow; a token less likely than 2**-40
 of the best is never drawn."""
 _UNIFORM_BITS = 53
+_MOST_AT_ONCE = 2**22
+"""Logits that are drawn from together."""
+_MOST_PARTS, _LEAST_PARTS, _LONG_ROW = 256, 16, 8192
 
 
 class DrawSettings(NamedTuple):
@@ -56,9 +60,10 @@ class Drawn:
 
     def packed(self) -> Tensor:
         """Return all of it as one int32 tensor [R, 1 to 2 + 2K]: the host reads it in one copy, see `unpack`."""
-        columns = [self.tokens.to(torch.int32)[:, None]]
-        if self.logprobs is not None:
-            columns.append(self.logprobs.view(torch.int32)[:, None])
+        tokens_R1 = self.tokens.to(torch.int32)[:, None]
+        if self.logprobs is None:
+            return tokens_R1
+        columns = [tokens_R1, self.logprobs.view(torch.int32)[:, None]]
         if self.top_tokens is not None and self.top_logprobs is not None:
             columns += [self.top_tokens.to(torch.int32), self.top_logprobs.view(torch.int32)]
         return torch.cat(columns, dim=1)
@@ -104,17 +109,13 @@ def sample(logits_RV: Tensor, settings: DrawSettings, needs: DrawNeeds) -> Drawn
     Cost: a pass over the logits for the most likely tokens; six more where some are drawn at random, and a sort where
     some are drawn from a part of the vocabulary. No host synchronization.
     """
-    logits_RV = logits_RV.float()
-    best_R, tokens_R = logits_RV.max(dim=-1)  # of equal ones the first; NaN if there is one
+    best_R, tokens_R = _best(logits_RV)
     if needs.is_random:
-        weights_RV = _weights(logits_RV, best_R, settings.temperatures)
-        if needs.is_filtered:
-            weights_RV = _filtered(logits_RV, weights_RV, settings)
-        random_R = _choose(weights_RV, uniform(settings.keys, settings.positions))
-        tokens_R = torch.where(settings.temperatures > 0, random_R, tokens_R)
-    tokens_R = tokens_R.masked_fill(~best_R.isfinite(), NOT_FINITE)
+        tokens_R = torch.where(settings.temperatures > 0, _random(logits_RV, best_R, settings, needs), tokens_R)
+    tokens_R = tokens_R.masked_fill((best_R - best_R).ne(0), NOT_FINITE)  # NaN, unless it is finite
     if not needs.has_logprobs:
         return Drawn(tokens_R, None, None, None)
+    logits_RV = logits_RV.float()
     total_R1 = logits_RV.logsumexp(dim=-1, keepdim=True)
     logprobs_R1 = logits_RV.gather(1, tokens_R.clamp(min=0)[:, None]) - total_R1
     if not needs.num_top:
@@ -135,12 +136,42 @@ def uniform(keys: Tensor, positions: Tensor) -> Tensor:
     return _shifted(mixed ^ _shifted(mixed, 31), 64 - _UNIFORM_BITS).double().mul(2.0**-_UNIFORM_BITS)
 
 
+def _best(logits_RV: Tensor) -> tuple[Tensor, Tensor]:
+    """The largest of each row, NaN if there is one, and where it is; of equal ones the first.
+
+    In two steps where rows are long: a GPU looks through parts of a row side by side, but through a row slowly.
+    """
+    size = logits_RV.shape[-1]
+    num_parts = math.gcd(size, _MOST_PARTS)
+    if num_parts < _LEAST_PARTS or size < _LONG_ROW:
+        return logits_RV.max(dim=-1)
+    length = size // num_parts
+    best_RP, places_RP = logits_RV.unflatten(-1, (num_parts, length)).max(dim=-1)
+    best_R, parts_R = best_RP.max(dim=-1)
+    return best_R, torch.add(places_RP.gather(1, parts_R[:, None])[:, 0], parts_R, alpha=length)
+
+
 def _signed(number: int) -> int:
     return number - 2**64 if number >= 2**63 else number
 
 
 def _shifted(numbers: Tensor, bits: int) -> Tensor:
     return numbers.bitwise_right_shift(bits).bitwise_and(2 ** (64 - bits) - 1)
+
+
+def _random(logits_RV: Tensor, best_R: Tensor, settings: DrawSettings, needs: DrawNeeds) -> Tensor:
+    """Draw one token for each row, some rows at a time: it takes several times the memory of the logits."""
+    uniform_R = uniform(settings.keys, settings.positions)
+    most = max(1, _MOST_AT_ONCE // logits_RV.shape[1])
+    parts = []
+    for begin in range(0, logits_RV.shape[0], most):
+        rows = slice(begin, begin + most)
+        own, own_settings = logits_RV[rows].float(), DrawSettings(*(value[rows] for value in settings))
+        weights = _weights(own, best_R[rows].float(), own_settings.temperatures)
+        if needs.is_filtered:
+            weights = _filtered(own, weights, own_settings)
+        parts.append(_choose(weights, uniform_R[rows]))
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def _weights(logits_RV: Tensor, best_R: Tensor, temperatures_R: Tensor) -> Tensor:

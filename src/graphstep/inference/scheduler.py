@@ -6,12 +6,13 @@ import logging
 from array import array
 from bisect import insort
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from graphstep.errors import ConfigError, LifecycleError, Problem, RequestError
 from graphstep.inference.blocks import BlockPool, extend_keys
 from graphstep.inference.matching import GraphMatcher
+from graphstep.inference.request_problems import request_problems
 from graphstep.inference.requests import NOT_FINITE, FinishReason, Output, Request, RequestState, SamplingParams
 from graphstep.inference.shapes import BatchLimits, BatchShape
 from graphstep.inference.step import Step
@@ -39,7 +40,11 @@ class SchedulerCounts:
 class Scheduler:
     """Continuous batching: decode first, then prompts, in order of arrival, within the budgets of tokens and blocks.
 
-    `schedule` and `commit` alternate. Between them `add` and `end` may be called. Not safe for several threads.
+    Steps are scheduled, then committed in the same order; in between they are in flight, and `add` and `end` may be
+    called. With ``most_in_flight`` 2 a step is scheduled while the tokens of the one before it are still being drawn:
+    it counts on them, and what it computed for a request that ended with them is left out when it is committed. Blocks
+    that a request gives back while it is in flight may be handed out at once, because whoever gets them writes in a
+    later step, and steps run in order. Not safe for several threads.
 
     Args:
         limits: requests, tokens and positions there can be in a step.
@@ -49,6 +54,7 @@ class Scheduler:
         seed: decides the tokens of requests that name no seed, together with their order of arrival.
         matcher: admit only what a graph can serve (all prefills as graphs); ``None``: admit whatever fits.
         vocabulary: number of tokens there are; ``None``: not checked.
+        most_in_flight: steps that may be scheduled and not committed, 1 or 2.
 
     Raises:
         ConfigError: decode requests of several tokens, which this scheduler does not know.
@@ -63,6 +69,7 @@ class Scheduler:
         seed: int = 0,
         matcher: GraphMatcher | None = None,
         vocabulary: int | None = None,
+        most_in_flight: int = 1,
     ) -> None:
         if limits.tokens_per_decode != 1:
             raise ConfigError(
@@ -83,7 +90,8 @@ class Scheduler:
         self._waiting: deque[Request] = deque()
         self._running: list[Request] = []
         self._free_slots = list(range(limits.max_requests, 0, -1))
-        self._in_flight: Step | None = None
+        self._most_in_flight = most_in_flight
+        self._in_flight: deque[Step] = deque()
         self._num_added = 0
         self._patience = max(100, limits.max_sequence_length)
 
@@ -108,7 +116,16 @@ class Scheduler:
         Raises:
             RequestError: an empty prompt, or one that could never be served; all problems at once.
         """
-        problems = list(self._request_problems(prompt, sampling))
+        problems = list(
+            request_problems(
+                prompt,
+                sampling,
+                self.limits,
+                self.blocks,
+                vocabulary=self._vocabulary,
+                chunked_prefill=self._chunked_prefill,
+            )
+        )
         if problems:
             raise RequestError(problems)
         number = self._num_added
@@ -120,56 +137,59 @@ class Scheduler:
         self._waiting.append(request)
         return request
 
-    def end(self, request: Request, reason: FinishReason = FinishReason.CANCELLED) -> bool:
-        """End a request early: its client has left, or its text contains what it was to stop at.
+    def end(self, request: Request, reason: FinishReason = FinishReason.CANCELLED) -> None:
+        """End a request early: its client has left, or its text contains what it was to stop at. Its blocks are free.
 
-        Returns:
-            Is it finished? One that is in a step just now ends with `commit`, which then returns its last output.
+        What steps in flight draw for it is thrown away.
         """
         if request.state is RequestState.FINISHED:
-            return True
-        if self._in_flight is not None and request in self._in_flight.requests:
-            request.wanted_end = reason
-            return False
+            return
         if request.state is RequestState.WAITING:
             self._waiting.remove(request)
         else:
             self._running.remove(request)
         self._finish(request, reason)
-        return True
 
     def schedule(self) -> Step | None:
         """Choose the work of the next step, and take the blocks it needs.
 
         Returns:
-            The step, to be handed to `commit` once its tokens are there, or to `abandon`; ``None``: nothing to do.
+            The step, to be handed to `commit` once its tokens are there, or to `abandon`; ``None``: nothing to do, or
+            nothing before the step in flight is committed, because a request of it would have to give way.
 
         Raises:
-            LifecycleError: the last step was not committed.
+            LifecycleError: as many steps as may be are in flight.
         """
-        if self._in_flight is not None:
+        if len(self._in_flight) >= self._most_in_flight:
             raise LifecycleError(
-                f"step {self._in_flight.number} has neither been committed nor abandoned",
+                f"step {self._in_flight[0].number} has neither been committed nor abandoned",
                 where="Scheduler.schedule",
                 fix="call commit() with the tokens of that step first",
             )
         step = Step(self.counts.steps)
-        self._decode(step)
+        if not self._decode(step):
+            self._take_back(step)
+            return None
         self._go_on_with_prompts(step)
         self._admit(step)
         if not step.requests:
             return None
         self.counts.steps += 1
-        self._in_flight = step
+        self._in_flight.append(step)
         return step
 
     def abandon(self, step: Step) -> None:
-        """Take back a step that was not computed; the next one repeats it. Preempted requests stay so."""
-        self._take_in_flight(step)
-        for request in step.requests:
-            if request.wanted_end is not None:
-                self._running.remove(request)
-                self._finish(request, request.wanted_end)
+        """Take back the latest step, which was not computed or will not be used; the next one repeats it.
+
+        Requests that gave way for it have done so.
+
+        Raises:
+            LifecycleError: it is not in flight, or not the latest.
+        """
+        if not self._in_flight or step is not self._in_flight[-1]:
+            raise _not_in_flight(step, "Scheduler.abandon")
+        self._in_flight.pop()
+        self._take_back(step)
 
     def commit(
         self,
@@ -178,7 +198,7 @@ class Scheduler:
         logprobs: Sequence[float] | None = None,
         top_logprobs: Sequence[Sequence[tuple[int, float]]] | None = None,
     ) -> list[Output]:
-        """Note that a step was computed.
+        """Note that the earliest step in flight was computed.
 
         Args:
             step: what `schedule` returned.
@@ -188,36 +208,35 @@ class Scheduler:
 
         Returns:
             What each request got. Requests that have ended hold no blocks any more.
+
+        Raises:
+            LifecycleError: it is not in flight, or not the earliest.
         """
-        self._take_in_flight(step)
+        if not self._in_flight or step is not self._in_flight[0]:
+            raise _not_in_flight(step, "Scheduler.commit")
+        self._in_flight.popleft()
         outputs = []
         ended = []
         size = self.blocks.block_size
-        for index, (request, length, draws) in enumerate(zip(step.requests, step.lengths, step.draws, strict=True)):
-            request.num_computed += length
-            if request.num_computed // size > request.num_recorded:
-                self._record(request)
-            if request.wanted_end is not None:
-                ended.append((request, request.wanted_end))
-                outputs.append(Output(request, None, finish_reason=request.wanted_end))
+        rows = zip(step.requests, step.starts, step.lengths, step.draws, strict=True)
+        for index, (request, start, length, draws) in enumerate(rows):
+            if request.state is RequestState.FINISHED:  # while the step was in flight
                 continue
+            if (start + length) // size > request.num_recorded:
+                self._record(request, start + length)
             if not draws:
                 continue
+            request.num_drawing -= 1
             token = tokens[index]
-            request.is_prefilling = False
             if token == NOT_FINITE:
                 ended.append((request, FinishReason.ERROR))
                 outputs.append(Output(request, None, finish_reason=FinishReason.ERROR))
                 continue
             request.tokens.append(token)
-            sampling, reason = request.sampling, None
-            if token in sampling.stop_tokens:
-                reason = FinishReason.STOP
-            elif len(request.tokens) >= request.max_length:
-                reason = FinishReason.LENGTH
+            reason = _why_ended(request, token)
             if reason is not None:
                 ended.append((request, reason))
-            wanted = sampling.logprobs
+            wanted = request.sampling.logprobs
             if wanted is None:
                 outputs.append(Output(request, token, None, (), reason))
             else:
@@ -241,9 +260,9 @@ class Scheduler:
         Raises:
             LifecycleError: a step is in flight.
         """
-        if self._in_flight is not None:
+        if self._in_flight:
             raise LifecycleError(
-                f"step {self._in_flight.number} is being computed",
+                f"step {self._in_flight[0].number} is being computed",
                 where="Scheduler.recompute_all",
                 fix="commit() or abandon() it first",
             )
@@ -251,56 +270,57 @@ class Scheduler:
             self._preempt(self._running[-1])
         self.blocks.forget()
 
-    def _request_problems(self, prompt: Sequence[int], sampling: SamplingParams) -> Iterator[Problem]:
-        limits, where = self.limits, "prompt"
-        if not prompt:
-            yield Problem("request-empty", "the prompt has no tokens", where, "give at least one token")
-            return
-        most = 2**31 if self._vocabulary is None else self._vocabulary
-        if min(prompt) < 0 or max(prompt) >= most:
-            what = f"tokens must lie between 0 and {most - 1}, got {min(prompt)} to {max(prompt)}"
-            yield Problem("request-tokens", what, where, "use the tokenizer of the model")
-        if len(prompt) >= limits.max_sequence_length:
-            what = f"{len(prompt)} tokens leave no room for another one within {limits.max_sequence_length}"
-            yield Problem("request-length", what, where, "shorten the prompt, or serve longer sequences")
-            return
-        if len(prompt) > limits.max_tokens and not self._chunked_prefill:
-            what = f"{len(prompt)} tokens do not fit a step of {limits.max_tokens}"
-            yield Problem("request-step", what, where, "add --enable-chunked-prefill, or allow more tokens a step")
-        # Keys and values of the last token are never needed.
-        length = min(len(prompt) + sampling.max_new_tokens, limits.max_sequence_length) - 1
-        needed = self.blocks.blocks_for(length)
-        if needed > self.blocks.capacity:
-            what = f"{length} tokens take {needed} blocks of the cache, which has {self.blocks.capacity}"
-            yield Problem("request-blocks", what, where, "generate fewer tokens, or give the cache more memory")
+    def _decode(self, step: Step) -> bool:
+        """One token for each request that is past its prompt; the latest ones give way if blocks run out.
 
-    def _decode(self, step: Step) -> None:
-        """One token for each request that is past its prompt; the latest ones give way if blocks run out."""
+        Returns:
+            False: one would have to give way that is in flight. The step has to be taken back.
+        """
         running, size = self._running, self.blocks.block_size
-        # As Step.append() does it, in the one loop whose time counts in every step.
+        # As _append() does it, in the one loop whose time counts in every step.
         requests, token_ids, starts = step.requests.append, step.token_ids.append, step.starts.append
         tables, slots, sampling = step.block_tables.append, step.state_slots.append, step.sampling.append
-        index = 0
+        feeds = step.feeds.append
+        index = row = num_fed = 0
+        is_done = True
         while index < len(running):
             request = running[index]
             index += 1
             if request.is_prefilling:
                 continue
-            start, table = request.num_computed, request.block_table
+            start, table, num_drawing = request.num_computed, request.block_table, request.num_drawing
+            if num_drawing and start + 1 >= request.max_length:
+                continue  # it ends with the token that is being drawn
             if start == len(table) * size and not self._grow(request, step):
+                is_done = not self._in_flight
                 break
             requests(request)
-            token_ids(request.tokens[start])
+            if num_drawing:
+                token_ids(0)
+                feeds(request.row)
+                num_fed += 1
+            else:
+                token_ids(request.tokens[start])
+                feeds(-1)
             starts(start)
             tables(table)
             slots(request.state_slot)
             sampling(request.packed_sampling)
-        step.lengths.extend(array("i", [1]) * len(step.requests))
-        step.draws.extend([True] * len(step.requests))
+            request.num_computed = start + 1
+            request.num_drawing = num_drawing + 1
+            request.row = row
+            row += 1
+        step.lengths.extend(array("i", [1]) * row)
+        step.draws.extend([True] * row)
+        if not num_fed:
+            del step.feeds[:]
+        return is_done
 
     def _grow(self, request: Request, step: Step) -> bool:
-        """Give a request one more block; False: it had to give way itself."""
+        """Give a request one more block; False: it had to give way itself, or nobody may before a commit."""
         while (blocks := self.blocks.allocate(1)) is None:
+            if self._in_flight:
+                return False
             # Those before it in this step came earlier, so that the last one is not in the step yet.
             victim = self._running[-1]
             self._preempt(victim)
@@ -310,13 +330,34 @@ class Scheduler:
         request.block_table.extend(blocks)
         return True
 
+    def _append(self, step: Step, request: Request, length: int) -> None:
+        """Let a step compute the next tokens of a prompt."""
+        step.append(request, length)
+        request.num_computed += length
+        request.row = len(step.requests) - 1
+        if step.draws[-1]:
+            request.is_prefilling = False
+            request.num_drawing += 1
+
+    def _take_back(self, step: Step) -> None:
+        """Put the requests of a step back to where they were before it."""
+        num_decode = len(step.requests) - step.num_prefill
+        for index, (request, length, draws) in enumerate(zip(step.requests, step.lengths, step.draws, strict=True)):
+            if request.state is RequestState.FINISHED:
+                continue
+            request.num_computed -= length
+            request.num_drawing -= draws
+            request.is_prefilling = index >= num_decode
+        for row, request in enumerate(self._in_flight[-1].requests if self._in_flight else ()):
+            request.row = row
+
     def _go_on_with_prompts(self, step: Step) -> None:
         for request in self._running:
             if request.is_prefilling:
                 budget = self.limits.max_tokens - len(step.token_ids)
                 length = min(len(request.tokens) - request.num_computed, budget)
                 if length > 0:
-                    step.append(request, length)
+                    self._append(step, request, length)
 
     def _admit(self, step: Step) -> None:
         """Let waiting requests in, by arrival, as long as places, tokens and blocks last."""
@@ -336,7 +377,7 @@ class Scheduler:
                 break
             self._waiting.popleft()
             self._start(request)
-            step.append(request, length)
+            self._append(step, request, length)
         self._waiting.extendleft(reversed(passed))
 
     def _find_prefix(self, request: Request) -> list[int]:
@@ -413,15 +454,15 @@ class Scheduler:
         index = next((i for i, other in enumerate(self._waiting) if other.number > request.number), len(self._waiting))
         self._waiting.insert(index, request)
 
-    def _record(self, request: Request) -> None:
-        """Make blocks that are full now findable."""
+    def _record(self, request: Request, num_computed: int) -> None:
+        """Make blocks findable that are full of tokens of committed steps."""
         if not self.blocks.prefix_caching or request.epoch != self.blocks.epoch:
             return
         size = self.blocks.block_size
         extend_keys(request.block_keys, request.tokens, size)
-        for index in range(request.num_recorded, request.num_computed // size):
+        for index in range(request.num_recorded, num_computed // size):
             self.blocks.record(request.block_keys[index], request.block_table[index])
-        request.num_recorded = request.num_computed // size
+        request.num_recorded = num_computed // size
 
     def _finish(self, request: Request, reason: FinishReason) -> None:
         if request.state is RequestState.RUNNING:
@@ -436,11 +477,16 @@ class Scheduler:
         self._free_slots.append(request.state_slot)
         request.state_slot = 0
 
-    def _take_in_flight(self, step: Step) -> None:
-        if step is not self._in_flight:
-            raise LifecycleError(
-                f"step {step.number} is not the one in flight",
-                where="Scheduler.commit",
-                fix="commit or abandon each step once, before the next one is scheduled",
-            )
-        self._in_flight = None
+
+def _why_ended(request: Request, token: int) -> FinishReason | None:
+    if token in request.sampling.stop_tokens:
+        return FinishReason.STOP
+    return FinishReason.LENGTH if len(request.tokens) >= request.max_length else None
+
+
+def _not_in_flight(step: Step, where: str) -> LifecycleError:
+    return LifecycleError(
+        f"step {step.number} is not the one in flight",
+        where=where,
+        fix="commit each step once, in the order of scheduling, or abandon the latest",
+    )

@@ -18,15 +18,18 @@ def _numbers() -> array[int]:
 class Step:
     """The work of one forward, decode requests first, then prefill, each by arrival.
 
-    Its lists and arrays have one entry a request, but for ``token_ids``, which has one a token. They describe the step
-    as it was scheduled; ``block_tables`` are those of the requests and grow with the next one.
+    Its lists and arrays have one entry a request, but for ``token_ids``, which has one a token, and ``feeds``. They
+    describe the step as it was scheduled; ``block_tables`` are those of the requests and grow with the next one.
     """
 
     number: int
     """Counts the steps of a scheduler."""
     requests: list[Request] = field(default_factory=list)
     token_ids: array[int] = field(default_factory=_numbers)
-    """Tokens to compute, request after request."""
+    """Tokens to compute, request after request; 0 for those that ``feeds`` are about."""
+    feeds: array[int] = field(default_factory=_numbers)
+    """For each decode request the row of the step before this one whose token it computes, drawn on the device and not
+    known here; -1: the token is in ``token_ids``. Empty if all are."""
     starts: array[int] = field(default_factory=_numbers)
     """Position of the first of them: tokens whose keys and values are in the cache already."""
     lengths: array[int] = field(default_factory=_numbers)

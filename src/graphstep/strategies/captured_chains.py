@@ -86,6 +86,7 @@ class CapturedChains:
         """Forget a chain and close its recordings. The gradients stay where they are."""
         for pair in chain.pairs:
             calls = regions[pair.region]
+            calls.starts = ()
             for generation in calls.generations:
                 links = [link for link in generation.links.get(pair.signature, []) if link[0] is not chain]
                 if links:

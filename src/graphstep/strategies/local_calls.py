@@ -109,6 +109,18 @@ class Generation:
     """Attributes that the region sets itself are left out."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Start:
+    """What a call looks like that surely begins a run of one chain."""
+
+    chain: Chain
+    index: int
+    guard: Callable[..., bool]
+    """True for tensors with the layouts of its arguments."""
+    facts: Facts
+    """All else."""
+
+
 class RegionCalls:
     """The calls of one region: observed, replayed, or eager with a counted reason."""
 
@@ -121,6 +133,8 @@ class RegionCalls:
         """Of a run that expects this region to be called next."""
         self.entry: Call | None = None
         """Where there is a compiled part: what is called in place of this, and looks at the common case."""
+        self.starts: tuple[Start, ...] = ()
+        """And the calls that it knows to begin a run."""
         self.generations: list[Generation] = []
         """What was captured, by the values that attributes had then."""
         self.current: Generation | None = None
@@ -194,6 +208,7 @@ class RegionCalls:
     def forget(self, reason: EagerReason) -> None:
         """Let go of all pairs and run eagerly."""
         self.expect_nothing()
+        self.starts = ()
         self.generations, self.current, self.why_not = [], None, reason
 
     def expect(self, pending: Pending) -> None:
@@ -288,6 +303,12 @@ class RegionCalls:
         if torch_private.data_parallel_is_active() and not host.is_data_parallel:
             host.data_parallel_found()
         host.before_call()
+        start = self._surely_starts(arguments) if self.starts and not named else None
+        if start is not None:
+            if self.manual_hook is not None:
+                self.manual_hook()
+            ambient = start.chain.pairs[start.index].signature.ambient.key
+            return host.open_run(start.chain, start.index).start(arguments, arguments, named, ambient)
         self.look_at_attributes()
         if self._is_debugging:
             host.verify()
@@ -303,6 +324,17 @@ class RegionCalls:
             trainable=tuple(map(_wants_gradient, self._parameters)),
         )
         return self._replayed(signature, tensors, arguments, named)
+
+    def _surely_starts(self, arguments: tuple[Any, ...]) -> Start | None:
+        """What surely serves a call with these arguments; ``None``: look closer."""
+        if len(set(map(id, arguments))) < len(arguments) or any(type(argument) is not Tensor for argument in arguments):
+            return None
+        for start in self.starts:
+            pair = start.chain.pairs[start.index]
+            if len(arguments) == len(pair.signature.layouts) and start.guard(*arguments):
+                is_same = pair.owner is self.current and start.facts.hold()
+                return start if is_same and _why_not(start.chain, start.index, arguments) is None else None
+        return None
 
     def _replayed(
         self,

@@ -39,7 +39,7 @@ from graphstep.strategies.local_forward import graphs_left_out
 from graphstep.strategies.local_layers import GraphedModule, Named, graphed_layers, graphed_modules
 from graphstep.strategies.local_observed import ObservedCalls
 from graphstep.strategies.local_problems import modules_and_regions, nothing_to_capture, other_strategy
-from graphstep.strategies.relays import add_relay
+from graphstep.strategies.relays import add_relay, add_starts
 from graphstep.strategies.settled import settle, tensors_kept
 
 _MAX_COUNTED: Final = 64
@@ -386,6 +386,8 @@ class CudaGraphManager:
         chains = {chain for calls in self._regions.values() for chain, _ in calls.all_links()}
         for chain in chains:
             add_relay(fast, chain, self._regions)
+        for calls in self._regions.values():
+            add_starts(fast, calls)
         for watched in (self._watched, *self._watched_of.values()):
             if watched is not None:
                 watched.fast.speed_up(fast)

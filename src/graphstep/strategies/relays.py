@@ -18,7 +18,8 @@ from graphstep.capture.region import Region
 from graphstep.engine import kernel_switches, torch_private
 from graphstep.errors import LifecycleError
 from graphstep.native.interface import Call, Facts, FastPath, Relay
-from graphstep.strategies.local_calls import RegionCalls
+from graphstep.strategies.callable_checks import layout_guard
+from graphstep.strategies.local_calls import RegionCalls, Start
 
 
 def add_backward(fast: FastPath, chain: Chain) -> None:
@@ -70,6 +71,20 @@ def add_relay(fast: FastPath, chain: Chain, regions: Mapping[Region, RegionCalls
         if not _add_step(fast, relay, chain, index, regions[pair.region]):
             return
     chain.relay = NativeRelay(relay, ambient.key, _add_homes(relay, chain))
+
+
+def add_starts(fast: FastPath, calls: RegionCalls) -> None:
+    """Tell a region which of its calls surely begin a run: those with plain tensors, and one set of graphs."""
+    starts = []
+    for signature, links in calls.links.items():
+        guard = layout_guard(signature)
+        if guard is None or len(links) != 1 or signature.repeated:
+            continue
+        chain, index = links[0]
+        pair, facts = chain.pairs[index], fast.Facts()
+        if calls.add_facts(facts, pair) and _add_modes(facts, pair):
+            starts.append(Start(chain, index, guard, facts))
+    calls.starts = tuple(starts)
 
 
 def _is_common(pair: GraphPair) -> bool:
