@@ -158,7 +158,7 @@ class Trainer:
         self.strategy, self._optimizer_graph = self._new_graphs()
         self.verification: VerifyReport | None = None
         """What ``cuda_graph_verify`` has found, once it has run."""
-        self._proof = RunProof(self, lambda n, found: self._log.write("shadow", {"iteration": n, **_as_values(found)}))
+        self._proof = RunProof(self, lambda event, values: self._log.write(event, values))  # noqa: PLW0108 - that of then
         self._on_step = on_step
         self._log = make_logs(training, console)
         self._ledger = StepLedger(self.device)
@@ -235,7 +235,6 @@ class Trainer:
             ):
                 restore_random_state(self._random, self.device)
                 self.verification = self._proof.verify(self._batches(self.datasets.train, shuffle=True))
-            self._log.write("verification", _as_values(self.verification))
         return self.verification
 
     def train_on(self, microbatches: Sequence[Any], strategy: Strategy, *, by_graphs: bool) -> tuple[Tensor, Tensor]:
@@ -498,8 +497,3 @@ class Trainer:
     def _end_values(self, result: TrainResult) -> dict[str, Any]:
         values = {field.name: getattr(result, field.name) for field in dataclasses.fields(result)}
         return {**values, "device": str(result.device), "report": result.report.to_json()}
-
-
-def _as_values(report: VerifyReport) -> dict[str, Any]:
-    """What a log takes of it."""
-    return {**report.to_json(), "text": report.summary()}
