@@ -14,6 +14,7 @@ from graphstep.version import __version__
 if TYPE_CHECKING:
     from graphstep.capture.report import CaptureReport
     from graphstep.capture.session import GraphSession
+    from graphstep.doctor import Diagnosis, diagnose
     from graphstep.engine import CudaEngine, Engine, Recording, TapeEngine, engine_for
     from graphstep.errors import (
         CaptureError,
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
         StaleAddressError,
         UserInputError,
     )
+    from graphstep.planning import plan_step
     from graphstep.strategies import (
         CudaGraphManager,
         FullCudaGraphWrapper,
@@ -48,6 +50,7 @@ __all__ = [
     "CudaEngine",
     "CudaGraphManager",
     "DataError",
+    "Diagnosis",
     "Engine",
     "FullCudaGraphWrapper",
     "GraphSession",
@@ -66,9 +69,11 @@ __all__ = [
     "__version__",
     "attach",
     "build_strategy",
+    "diagnose",
     "engine_for",
     "graph_step",
     "make_graphed_callables",
+    "plan_step",
 ]
 
 _HOMES: Mapping[str, str] = {
@@ -85,6 +90,7 @@ _HOMES: Mapping[str, str] = {
     "CaptureReport": "graphstep.capture.report",
     "CudaEngine": "graphstep.engine",
     "CudaGraphManager": "graphstep.strategies",
+    "Diagnosis": "graphstep.doctor",
     "Engine": "graphstep.engine",
     "FullCudaGraphWrapper": "graphstep.strategies",
     "GraphedStep": "graphstep.strategies",
@@ -96,9 +102,11 @@ _HOMES: Mapping[str, str] = {
     "TapeEngine": "graphstep.engine",
     "attach": "graphstep.strategies",
     "build_strategy": "graphstep.strategies",
+    "diagnose": "graphstep.doctor",
     "engine_for": "graphstep.engine",
     "graph_step": "graphstep.strategies",
     "make_graphed_callables": "graphstep.strategies",
+    "plan_step": "graphstep.planning",
 }
 
 

@@ -10,7 +10,7 @@ import torch
 from rich.console import Console
 
 from graphstep.capture.reasons import EagerReason
-from graphstep.capture.report import CaptureReport, RegionStats
+from graphstep.capture.report import CaptureReport, PoolUse, RegionStats
 from graphstep.capture.session import GraphSession
 
 
@@ -172,10 +172,11 @@ def test_json_has_a_code_beside_each_reason() -> None:
     assert json.loads(json.dumps(plain)) == plain
     assert plain["coverage"] == {"num_captured": 1, "num_regions": 1}
     (region,) = plain["regions"]
+    advice = EagerReason.OTHER_SIGNATURE.advice
     assert region["eager_reasons"] == [
-        {"code": "other-signature", "reason": "another signature", "num_calls": 2},
-        {"code": "observed", "reason": "observed", "num_calls": 1},
-        {"code": None, "reason": "warmup", "num_calls": 3},
+        {"code": "other-signature", "reason": "another signature", "num_calls": 2, "advice": advice},
+        {"code": "observed", "reason": "observed", "num_calls": 1, "advice": ""},
+        {"code": None, "reason": "warmup", "num_calls": 3, "advice": ""},
     ]
     assert {type(reason) for reason in region["eager_calls"]} == {str}
     fields = {name for name in RegionStats.__slots__ if name != "eager_calls"}
@@ -233,3 +234,10 @@ def test_a_closed_session_reports_what_it_did(session: GraphSession, device: tor
     report = session.report()
     assert report.pool_bytes == 0
     assert report.rows[0].num_replays == 1
+
+
+def test_memory_is_told_by_those_that_share_it() -> None:
+    pools = (PoolUse("forwards of slot 0", 3 * 2**20), PoolUse("backwards", 2**20))
+    text = str(CaptureReport("cuda", tuple(layers(1)), 4 * 2**20, pools=pools, workspace_bytes=2**23))
+    assert "memory: forwards of slot 0 3.0 MiB, backwards 1.0 MiB, workspaces of libraries 8.0 MiB" in text
+    assert "memory:" not in str(CaptureReport("cuda", tuple(layers(1)), 2**20, pools=pools[1:]))

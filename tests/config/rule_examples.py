@@ -340,6 +340,8 @@ TRAINING_NOTICES: dict[str, str | Example] = {
 
 # option -> values that are wrong by themselves
 WRONG_VALUES: dict[str, tuple[object, ...]] = {
+    "cuda_graph_report": ("report.pdf", "html"),
+    "cuda_graph_trace": ("trace.html",),
     "num_layers": (0, -1),
     "hidden_size": (0,),
     "num_attention_heads": (0,),

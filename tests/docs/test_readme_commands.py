@@ -79,8 +79,9 @@ def fault_of_graphstep(words: list[str]) -> str:
         return ""
     if words[0] in ("migrate", "advise"):
         return fault_of_running(words)
-    if words[0] in ("generate", "serve"):
-        return fault_of_generate(words[1:]) if words[0] == "generate" else fault_of_serve(words[1:])
+    checks = {"generate": fault_of_generate, "serve": fault_of_serve, "doctor": fault_of_doctor, "plan": fault_of_plan}
+    if words[0] in checks:
+        return checks[words[0]](words[1:])
     if words[0] not in ("train", "config"):
         return f"unknown command {words[0]}"
     try:
@@ -91,12 +92,39 @@ def fault_of_graphstep(words: list[str]) -> str:
     return ""
 
 
+def fault_of_doctor(words: list[str]) -> str:
+    from graphstep.cli.doctor import read_doctor_options
+    from graphstep.config import from_argv
+    from graphstep.errors import ConfigError
+
+    try:
+        options = read_doctor_options(words)
+        if options.train is not None:
+            from_argv(options.train)
+    except ConfigError as error:
+        return str(error)
+    path = (options.target or "").partition(":")[0]
+    return f"no such file: {path}" if path and not (ROOT / path).exists() else ""
+
+
 def fault_of_generate(words: list[str]) -> str:
     from graphstep.cli.generate_options import read_generate_options
     from graphstep.errors import ConfigError
 
     try:
         read_generate_options(words)
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def fault_of_plan(words: list[str]) -> str:
+    from graphstep.cli.plan_options import read_plan_options
+    from graphstep.config import from_argv
+    from graphstep.errors import ConfigError
+
+    try:
+        from_argv(read_plan_options(words).train, {}, for_training=True)
     except ConfigError as error:
         return str(error)
     return ""

@@ -141,6 +141,11 @@ class Attributes:
             if isinstance(owner, list):
                 yield from ((owner, index, element) for index, element in enumerate(elements))
 
+    @property
+    def noted(self) -> _Noted:
+        """What was noted, for those who tell more of it than this class."""
+        return self._noted
+
     def put_back(self) -> None:
         """Give attributes, what lies in them, and generators of random numbers the values that were noted."""
         self._noted.put_back()

@@ -5,9 +5,10 @@ from __future__ import annotations
 import io
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from rich import box
 from rich.console import Console, ConsoleOptions, RenderResult
@@ -16,6 +17,11 @@ from rich.table import Table
 from rich.text import Text
 
 from graphstep.capture.reasons import EagerReason, advice, reason_of
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from graphstep.coverage import StepMeasurement
 
 MIB = 2**20
 EXPECTED = (EagerReason.OBSERVED, EagerReason.EVALUATION)
@@ -98,6 +104,7 @@ class RegionStats:
                     "code": found.code if (found := reason_of(reason)) else None,
                     "reason": str(reason),
                     "num_calls": count,
+                    "advice": "" if reason in WITHOUT_ADVICE else advice(reason),
                 }
                 for reason, count in self.eager_calls.items()
             ],
@@ -120,6 +127,34 @@ class EagerPart:
 
 
 @dataclass(frozen=True, slots=True)
+class PoolUse:
+    """Memory of the recordings that share it."""
+
+    name: str
+    nbytes: int
+
+    def to_json(self) -> dict[str, Any]:
+        """The same as plain data."""
+        return {"name": self.name, "bytes": self.nbytes}
+
+
+def lane_name(lane: Hashable) -> str:
+    """A lane of an engine in words: ``forwards of slot 1``."""
+    match lane:
+        case ("forward", 0, int(slot)):
+            return f"forwards of slot {slot}"
+        case ("forward", group, int(slot)):
+            return f"forwards of group {group}, slot {slot}"
+        case "backward":
+            return "backwards"
+        case 0:
+            return "recordings"
+        case tuple():
+            return " ".join(map(str, lane))
+    return str(lane)
+
+
+@dataclass(frozen=True, slots=True)
 class CaptureReport:
     """A snapshot of a session's regions."""
 
@@ -127,12 +162,23 @@ class CaptureReport:
     rows: tuple[RegionStats, ...]
     pool_bytes: int
     eager_parts: tuple[EagerPart, ...] = ()
+    pools: tuple[PoolUse, ...] = ()
+    """``pool_bytes`` by the recordings that share memory: forwards of a slot, all backwards, whole steps."""
+    workspace_bytes: int = 0
+    """What libraries have set aside for captures, outside of the pool."""
 
     def joined(self, other: CaptureReport) -> CaptureReport:
         """This one and that of another session, as one."""
         engine = other.engine if self.engine == "none" else self.engine
         parts = self.eager_parts + other.eager_parts
-        return CaptureReport(engine, self.rows + other.rows, self.pool_bytes + other.pool_bytes, parts)
+        return CaptureReport(
+            engine,
+            self.rows + other.rows,
+            self.pool_bytes + other.pool_bytes,
+            parts,
+            self.pools + other.pools,
+            self.workspace_bytes + other.workspace_bytes,
+        )
 
     @property
     def num_recordings(self) -> int:
@@ -157,6 +203,7 @@ class CaptureReport:
         """
         title = f"captured: {_count(self.num_recordings, 'recording')}, {self.engine} engine"
         notes = [
+            *self._memory_notes(),
             *_part_notes(self.eager_parts),
             *_why_notes(self.rows),
             *_eager_notes(self.rows),
@@ -187,10 +234,47 @@ class CaptureReport:
             "num_recordings": self.num_recordings,
             "capture_seconds": self.capture_seconds,
             "pool_bytes": self.pool_bytes,
+            "pools": [pool.to_json() for pool in self.pools],
+            "static_bytes": sum(row.static_bytes for row in self.rows),
+            "workspace_bytes": self.workspace_bytes,
             "coverage": {"num_captured": num_captured, "num_regions": num_regions},
             "regions": [row.to_json() for row in self.rows],
             "eager_parts": [part.to_json() for part in self.eager_parts],
         }
+
+    def write_html(
+        self,
+        path: str | Path,
+        *,
+        model: nn.Module | None = None,
+        before: StepMeasurement | None = None,
+        after: StepMeasurement | None = None,
+        title: str = "CUDA graphs",
+    ) -> None:
+        """Write one page that needs nothing but a browser: module tree, memory, times, timelines.
+
+        Args:
+            path: the file; one of that name is replaced. With the ending ``.json``, the same as plain data.
+            model: what the regions belong to: without it the tree has the regions only.
+            before: what an eager step takes, see :func:`graphstep.coverage.measure_steps`.
+            after: the same of a captured one.
+            title: heading of the page.
+
+        Raises:
+            UserInputError: the file has another ending, or cannot be written.
+        """
+        # Only now: a report is made in the middle of training, where nothing heavy should be imported.
+        from graphstep.coverage import coverage_document, write_document
+
+        document = coverage_document(self.to_json(), model=model, before=before, after=after, title=title)
+        write_document(document, path)
+
+    def _memory_notes(self) -> list[Text]:
+        """The pool by those that share it, and what is beside it. Nothing where all of it is one."""
+        parts = [f"{pool.name} {_mib([pool.nbytes])} MiB" for pool in self.pools]
+        if self.workspace_bytes:
+            parts.append(f"workspaces of libraries {_mib([self.workspace_bytes])} MiB")
+        return [Text(f"memory: {', '.join(parts)}")] if len(parts) > 1 else []
 
     def _sums(self) -> str:
         num_captured, num_regions = self.coverage()

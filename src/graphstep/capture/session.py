@@ -17,7 +17,7 @@ from graphstep.capture.gradients import Homes, holders_counted
 from graphstep.capture.manifest import Manifest, Watched
 from graphstep.capture.observe import Observation, observe, watch_run
 from graphstep.capture.randomness import HostRandomness
-from graphstep.capture.report import CaptureReport, RegionStats
+from graphstep.capture.report import CaptureReport, PoolUse, RegionStats, lane_name
 from graphstep.engine import Engine, Recording, engine_for
 from graphstep.errors import CaptureError, LifecycleError
 
@@ -178,8 +178,14 @@ class GraphSession:
 
     def report(self) -> CaptureReport:
         """What has been captured so far and how it was used."""
-        pool = 0 if self.is_closed else self.engine.pool_bytes
-        return CaptureReport(self.engine.name, tuple(stats.copy() for stats in self._stats.values()), pool)
+        rows = tuple(stats.copy() for stats in self._stats.values())
+        if self.is_closed:
+            return CaptureReport(self.engine.name, rows, 0)
+        pools = tuple(PoolUse(lane_name(lane), size) for lane, size in self.engine.lane_bytes.items())
+        pool_bytes = sum(pool.nbytes for pool in pools)
+        return CaptureReport(
+            self.engine.name, rows, pool_bytes, pools=pools, workspace_bytes=self.engine.workspace_bytes
+        )
 
     def close(self) -> None:
         """Free the recordings, then the pool, then let go of the tensors they used. May be called twice."""

@@ -180,6 +180,26 @@ def _advise_help() -> str:
     return HELP
 
 
+def _plan(argv: Sequence[str]) -> int:
+    # Wrong options are answered before torch is loaded, which takes seconds.
+    from graphstep.cli.plan_options import read_plan_options
+
+    options = read_plan_options(argv)
+    config = None
+    if options.target is None:
+        config = from_argv(options.train, os.environ, for_training=True)
+        print_notices(config.notices)
+    from graphstep.cli.plan import run
+
+    return run(options, config)
+
+
+def _plan_help() -> str:
+    from graphstep.cli.plan_options import TEXT
+
+    return help_text("graphstep plan", TEXT)
+
+
 def _serve(argv: Sequence[str]) -> int:
     # Wrong options are answered before torch is loaded, which takes seconds.
     from graphstep.cli.serve_options import read_serve_options
@@ -202,11 +222,25 @@ def _serve_help() -> str:
     )
 
 
+def _doctor(argv: Sequence[str]) -> int:
+    from graphstep.cli.doctor import run
+
+    return run(argv)
+
+
+def _doctor_help() -> str:
+    from graphstep.cli.doctor import HELP
+
+    return HELP
+
+
 COMMANDS: Mapping[str, Command] = {
     "train": Command(summary="train a model and say what was captured", run=_train, help=_train_help),
     "generate": Command(summary="continue prompts with a model", run=_generate, help=_generate_help),
     "serve": Command(summary="offer a model over HTTP, by OpenAI's interface", run=_serve, help=_serve_help),
+    "doctor": Command(summary="say what of a step cannot be captured, and why", run=_doctor, help=_doctor_help),
     "config": Command(summary="print the configuration a command line gives", run=_config, help=_config_help),
+    "plan": Command(summary="measure eager steps, and say what capture would gain", run=_plan, help=_plan_help),
     "advise": Command(summary="say which options fit a scenario, and why", run=_advise, help=_advise_help),
     "migrate": Command(summary="write old options of CUDA graphs in their new form", run=_migrate, help=_migrate_help),
 }

@@ -18,6 +18,8 @@ from graphstep.config.captured import layers_with
 from graphstep.errors import GraphstepError, Problem, UserInputError
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from graphstep.training.compare import Comparison
     from graphstep.training.loop import Trainer, TrainResult
 
@@ -62,31 +64,42 @@ def _is_out_of_memory(error: Exception) -> bool:
 
 def _train(config: RunConfig, console: Console) -> int:
     # Only now: wrong options are answered before torch is loaded.
+    from graphstep.cli.train_report import RunFiles
     from graphstep.training.compare import StepTrace, compare_with_eager
     from graphstep.training.loop import Trainer
     from graphstep.training.setup import finished_notice
 
     trace = StepTrace(config.training.compare_with_eager)
     is_compared = trace.num_steps > 0
-    trainer = Trainer(config, console=console, on_step=trace.observe if is_compared else None)
-    with trainer:
+    files = RunFiles(config)
+
+    def on_step(trainer: Trainer, losses: Tensor) -> None:
+        trace.observe(trainer, losses)
+        files.observe(trainer, losses)
+
+    trainer = Trainer(config, console=console, on_step=on_step if is_compared or files.are_wanted else None)
+    with trainer, files:
+        files.begin(trainer)
         _print_summary(trainer, console)
         finished = finished_notice(config.training, trainer.iteration)
         print_notices([finished] if finished is not None else [])
         result = trainer.train()
         if config.graphs.impl is not CudaGraphImpl.none:
             console.print(result.report.render())
+        files.finish(trainer, result)
         if is_compared:
             trace.finish(trainer)
         config = _from_checkpoint(config, trainer.start_checkpoint)
     comparison = None
+    # Recordings, model and optimizer go first, so that eager runs have their memory.
+    del trainer
+    gc.collect()
     if is_compared and not result.is_interrupted and trace.num_observed > 0:
-        # Recordings, model and optimizer go first, so that the eager run has their memory.
-        del trainer
-        gc.collect()
         _say(console, f"training {_count(trace.num_steps, 'step')} eagerly from the same start, to compare ...")
         comparison = compare_with_eager(config, trace)
     console.print(_result_table(config, result, comparison))
+    for line in files.write():
+        _say(console, line)
     if result.is_interrupted:
         return EXIT_INTERRUPTED
     return EXIT_DIFFERENT if comparison is not None and not comparison.is_equal else EXIT_OK

@@ -72,6 +72,10 @@ class TrainingConfig:
     """Folder of the TensorBoard log."""
     log_jsonl: str | None = None
     """File that one JSON object a log line is appended to."""
+    cuda_graph_report: str | None = None
+    """File for a page (``.html``) about what was captured and what steps take, or for the same as data (``.json``)."""
+    cuda_graph_trace: str | None = None
+    """File for a trace (``.json``) of some steps, eager and captured, that Perfetto opens."""
     check_for_nan_in_loss_and_grad: bool = True
     """Read the loss and the gradient norm back each step and stop when one is not finite."""
     deferred_nan_check: bool = False

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import traceback
 import weakref
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +20,7 @@ from torch import Tensor
 from graphstep.engine import torch_private
 from graphstep.engine.ambient import casts_forgotten, collection_held
 from graphstep.engine.cuda_driver import capturing_node_count, restart_capture
+from graphstep.engine.cuda_memory import held_on_stream, pool_segments
 from graphstep.engine.user_frame import user_line_of
 from graphstep.errors import CaptureError, ConfigError, GraphstepError, LifecycleError, Problem
 
@@ -125,6 +126,7 @@ class CudaEngine:
         self._recordings: weakref.WeakSet[CudaRecording] = weakref.WeakSet()
         self._capturing_thread: int | None = None
         self._is_primed = False
+        self._workspace_bytes = 0
         self._is_closed = False
 
     @property
@@ -145,9 +147,22 @@ class CudaEngine:
     @property
     def pool_bytes(self) -> int:
         """Bytes that the private pool has reserved from the driver. Walks the allocator's segments: slow."""
+        return sum(self.lane_bytes.values())
+
+    @property
+    def lane_bytes(self) -> Mapping[Hashable, int]:
+        """The same by lane, and as slow; those that a failed capture has spoilt together."""
         if self._is_closed:
-            return 0
-        return torch_private.pool_segments([lane.pool for lane in (*self._lanes.values(), *self._spoilt)])
+            return {}
+        sizes = pool_segments([lane.pool for lane in (*self._lanes.values(), *self._spoilt)])
+        found = dict(zip(self._lanes, sizes, strict=False))
+        return found | ({"spoilt": sum(sizes[len(found) :])} if self._spoilt else {})
+
+    @property
+    def workspace_bytes(self) -> int:
+        """What is in use on the capture stream before the first capture: workspaces of the math libraries, which torch
+        keeps, and what warmup runs have left."""
+        return self._workspace_bytes
 
     def capture(
         self,
@@ -270,7 +285,9 @@ class CudaEngine:
                 weight = torch.zeros(16, 16, dtype=dtype, device=self._device, requires_grad=True)
                 bias = torch.zeros(16, dtype=dtype, device=self._device, requires_grad=True)
                 torch.addmm(bias, weight @ weight, weight).sum().backward()
+            del weight, bias
         torch.cuda.synchronize(self._device)
+        self._workspace_bytes = held_on_stream(self._stream)
 
     def _open_lane(self) -> _Lane:
         """A new pool, and a graph in it: the allocator gives up a pool that no graph uses, and refuses its name."""

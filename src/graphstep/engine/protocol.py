@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol, runtime_checkable
 
@@ -66,6 +66,14 @@ class Engine(Protocol):
     @property
     def pool_bytes(self) -> int:
         """Bytes held for recordings that are not closed."""
+
+    @property
+    def lane_bytes(self) -> Mapping[Hashable, int]:
+        """The same by lane. Slow: for reports."""
+
+    @property
+    def workspace_bytes(self) -> int:
+        """Bytes that libraries have set aside for captures; they are not part of the pool."""
 
     def capture(
         self,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -105,6 +105,7 @@ class TapeEngine:
     def __init__(self) -> None:
         self._table = OperationTable()
         self._recordings: weakref.WeakSet[TapeRecording] = weakref.WeakSet()
+        self._lanes: weakref.WeakKeyDictionary[TapeRecording, Hashable] = weakref.WeakKeyDictionary()
         self._capturing_thread: int | None = None
         self._is_closed = False
 
@@ -128,6 +129,21 @@ class TapeEngine:
         """Bytes held by recordings that are not closed."""
         return sum(recording.nbytes for recording in self._recordings)
 
+    @property
+    def lane_bytes(self) -> Mapping[Hashable, int]:
+        """The same by the lane that was asked for, although tapes share no memory."""
+        found: dict[Hashable, int] = {}
+        for recording in self._recordings:
+            if not recording.is_closed:
+                lane = self._lanes.get(recording, 0)
+                found[lane] = found.get(lane, 0) + recording.nbytes
+        return found
+
+    @property
+    def workspace_bytes(self) -> int:
+        """None are set aside on the CPU."""
+        return 0
+
     def capture(
         self,
         function: Callable[[], Any],
@@ -138,13 +154,12 @@ class TapeEngine:
     ) -> TapeRecording:
         """Run ``function`` once, recording its operations, then undo what it wrote into tensors that existed before.
 
-        A tape never shares memory with another, so every ``lane`` is as good.
+        A tape never shares memory with another, so every ``lane`` is as good; reports show it.
 
         Raises:
             CaptureError: an operation cannot be captured.
             LifecycleError: the engine is closed, or a capture is under way: in this engine, or in this thread.
         """
-        del lane
         if self._is_closed:
             raise LifecycleError("the engine is closed", fix="use a new session")
         if self._capturing_thread is not None or is_capturing_here():
@@ -153,6 +168,7 @@ class TapeEngine:
             tape, result = self._record(function, generators)
         recording = TapeRecording(self, tape, result)
         self._recordings.add(recording)
+        self._lanes[recording] = lane
         return recording
 
     def _record(self, function: Callable[[], Any], generators: Sequence[torch.Generator]) -> tuple[Tape, Any]:

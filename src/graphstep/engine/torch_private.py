@@ -170,6 +170,10 @@ class WeakStorage:
         # Without weak references the storage itself is kept: more memory, same meaning.
         self._held: Any = storage if weak is None else StorageWeakRef(storage)
 
+    def is_gone(self) -> bool:
+        """True once the memory has been freed; never where torch has no weak references."""
+        return isinstance(self._held, StorageWeakRef) and bool(self._held.expired())
+
 
 @contextmanager
 def below_autograd() -> Iterator[None]:
@@ -221,13 +225,6 @@ class _CudaBytes:
             "strides": None,
             "version": 3,
         }
-
-
-def pool_segments(pools: Sequence[Any]) -> int:
-    """Bytes reserved from the driver for some private pools."""
-    names = {tuple(pool) for pool in pools}
-    snapshot = torch.cuda.memory_snapshot()
-    return sum(int(segment["total_size"]) for segment in snapshot if tuple(segment["segment_pool_id"]) in names)
 
 
 @contextmanager
@@ -523,3 +520,16 @@ def after_backward_pass(action: Callable[[], None]) -> None:
         action()
     else:
         queue(action)
+
+
+def forward_trace() -> list[str]:
+    """In a backward with anomaly detection on: the stack of the forward that the current node belongs to."""
+    current = getattr(torch._C, "_current_autograd_node", None)
+    node = current() if current is not None else None
+    return list(node.metadata.get("traceback_", ())) if node is not None else []
+
+
+def has_default_device() -> bool:
+    """Whether tensors without a named device lie on one that was set (``set_default_device``)."""
+    held = getattr(torch, "_GLOBAL_DEVICE_CONTEXT", None)
+    return getattr(held, "device_context", None) is not None

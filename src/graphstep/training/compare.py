@@ -101,15 +101,27 @@ def compare_with_eager(
         trace: finished.
         strategy_factory: as for :class:`~graphstep.training.loop.Trainer`.
     """
-    silent = dataclasses.replace(
-        config.training, save=None, save_interval=0, tensorboard_dir=None, log_jsonl=None, eval_iters=0
-    )
-    eager = dataclasses.replace(config, training=silent, graphs=CudaGraphConfig())
+    eager = silent_eager(config)
     own = StepTrace(trace.num_steps)
     with Trainer(eager, strategy_factory=strategy_factory, on_step=own.observe) as trainer:
         result = trainer.train(trace.num_steps)
         own.finish(trainer)
     return Comparison(num_steps=own.num_steps, difference=first_difference(own, trace), eager_step_ms=result.step_ms)
+
+
+def silent_eager(config: RunConfig) -> RunConfig:
+    """The same run eagerly, without validation, and with no file written."""
+    silent = dataclasses.replace(
+        config.training,
+        save=None,
+        save_interval=0,
+        tensorboard_dir=None,
+        log_jsonl=None,
+        cuda_graph_report=None,
+        cuda_graph_trace=None,
+        eval_iters=0,
+    )
+    return dataclasses.replace(config, training=silent, graphs=CudaGraphConfig())
 
 
 def first_difference(eager: StepTrace, graphed: StepTrace) -> Difference | None:

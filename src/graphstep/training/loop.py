@@ -243,6 +243,13 @@ class Trainer:
         self._log.write("end", self._end_values(result))
         return result
 
+    def make_step(self) -> None:
+        """Make one step and nothing else: no validation, checkpoint or log line. For measurements.
+
+        Random numbers come from the default generators as they are.
+        """
+        self._step()
+
     def report(self) -> CaptureReport:
         """What has been captured so far, of the strategy and of the optimizer."""
         report = self.strategy.report()

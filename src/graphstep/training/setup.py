@@ -63,6 +63,8 @@ def preflight(config: TrainingConfig, environment: Mapping[str, str] = os.enviro
         ("--save", config.save, True),
         ("--tensorboard-dir", config.tensorboard_dir, True),
         ("--log-jsonl", config.log_jsonl, False),
+        ("--cuda-graph-report", config.cuda_graph_report, False),
+        ("--cuda-graph-trace", config.cuda_graph_trace, False),
     )
     for option, value, is_folder in outputs:
         reason = None if value is None else unwritable_reason(Path(value), is_folder=is_folder)

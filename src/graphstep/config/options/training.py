@@ -103,4 +103,17 @@ TRAINING_OPTIONS: tuple[Option, ...] = (
     ),
     _output.option("--tensorboard-dir", "folder for a TensorBoard log", type=text, metavar="FOLDER"),
     _output.option("--log-jsonl", "file for a log of one JSON object a line", type=text, metavar="FILE"),
+    _output.option(
+        "--cuda-graph-report",
+        "file for a page (.html) on what was captured, what was not and why, memory, and times of eager and captured "
+        "steps; .json: the same as data",
+        type=text,
+        metavar="FILE",
+    ),
+    _output.option(
+        "--cuda-graph-trace",
+        "file (.json) for a trace of some eager and some captured steps, for Perfetto",
+        type=text,
+        metavar="FILE",
+    ),
 )

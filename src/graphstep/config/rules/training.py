@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from graphstep.config.choices import DECAY_STYLES, DEVICES, WSD_DECAY_STYLES
-from graphstep.config.rules.rule import Rule, at_least, in_range, no_effect, one_of
+from graphstep.config.rules.rule import Rule, at_least, in_range, no_effect, one_of, optional
 
 TRAINING_RULES: tuple[Rule, ...] = (
     at_least(1, "micro_batch_size", "use 1 or more sequences"),
@@ -35,6 +35,18 @@ TRAINING_RULES: tuple[Rule, ...] = (
     at_least(0, "save_interval", "leave it out to save at the end only"),
     one_of("device", DEVICES),
     at_least(0, "compare_with_eager", "give the number of steps to compare, or leave it out"),
+    optional(
+        "cuda_graph_report",
+        lambda v: v.lower().endswith((".html", ".htm", ".json")),
+        "a file that ends in .html or .json",
+        "name the file report.html, for example",
+    ),
+    optional(
+        "cuda_graph_trace",
+        lambda v: v.lower().endswith(".json"),
+        "a file that ends in .json",
+        "name the file trace.json, for example",
+    ),
     Rule(
         code="batches-divide",
         fields=("global_batch_size", "micro_batch_size"),

@@ -1,0 +1,17 @@
+"""Clipping that raises for norms that are not finite."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+batches = [torch.randn(8, 4) for _ in range(4)]
+layer = nn.Linear(4, 4)
+optimizer = torch.optim.SGD(layer.parameters(), lr=0.1, fused=True)
+
+
+def step(x):
+    optimizer.zero_grad()
+    layer(x).square().sum().backward()
+    nn.utils.clip_grad_norm_(layer.parameters(), 1.0, error_if_nonfinite=True)  # expect: GS-O003
+    optimizer.step()

@@ -1,0 +1,14 @@
+"""Dropout inside of activation recompute."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+batches = [torch.randn(8, 4) for _ in range(4)]
+block = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.3))
+
+
+def step(x):
+    checkpoint(block, x, use_reentrant=False).sum().backward()  # expect: GS-R004

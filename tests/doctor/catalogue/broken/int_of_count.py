@@ -1,0 +1,14 @@
+"""A count becomes a number of Python."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+batches = [torch.randn(8, 4) for _ in range(4)]
+layer = nn.Linear(4, 4)
+
+
+def step(x):
+    count = int((x > 0).sum())  # expect: GS-H001
+    (layer(x).sum() / count).backward()

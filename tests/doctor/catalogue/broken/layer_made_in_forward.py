@@ -1,0 +1,25 @@
+"""A layer is made in each forward."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+batches = [torch.randn(8, 4) for _ in range(4)]
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x):
+        extra = nn.Linear(4, 4)
+        return self.layer(extra(x))  # expect: GS-W008
+
+
+model = Model()
+
+
+def step(x):
+    model(x).sum().backward()

@@ -1,0 +1,16 @@
+"""SGD with momentum and its defaults."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+batches = [torch.randn(8, 4) for _ in range(4)]
+layer = nn.Linear(4, 4)
+optimizer = torch.optim.SGD(layer.parameters(), lr=0.1, momentum=0.9)
+
+
+def step(x):
+    optimizer.zero_grad()
+    layer(x).square().sum().backward()
+    optimizer.step()  # expect: GS-O001

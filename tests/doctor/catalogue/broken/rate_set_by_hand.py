@@ -1,0 +1,18 @@
+"""The learning rate is set by hand."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+batches = [torch.randn(8, 4) for _ in range(4)]
+layer = nn.Linear(4, 4)
+optimizer = torch.optim.SGD(layer.parameters(), lr=0.1, fused=True)
+
+
+def step(x):
+    optimizer.zero_grad()
+    layer(x).square().sum().backward()
+    for group in optimizer.param_groups:
+        group["lr"] *= 0.9  # expect: GS-O002
+    optimizer.step()
