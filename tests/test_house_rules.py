@@ -23,7 +23,7 @@ Rule = Callable[[ast.Module], Iterator[Fault]]
 BASE = ("errors", "version")
 RECORDING = ("config", "engine", "capture", "coverage")
 STEPPING = (*RECORDING, "models", "moe", "parallel", "strategies", "checkpoint_folders")
-LOOPS = (*STEPPING, "training", "inference", "rl")
+LOOPS = (*STEPPING, "verification", "training", "inference", "rl")
 IMPORTS_ALLOWED: dict[str, tuple[str, ...]] = {
     "errors": (),
     "version": (),
@@ -36,7 +36,8 @@ IMPORTS_ALLOWED: dict[str, tuple[str, ...]] = {
     "moe": ("config", "models"),
     "parallel": ("config", "models"),
     "strategies": (*RECORDING, "models.segments"),
-    "training": STEPPING,
+    "verification": (*RECORDING, "strategies"),
+    "training": (*STEPPING, "verification"),
     "inference": STEPPING,
     "server": ("config", "inference"),
     "rl": LOOPS,

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
         PlanError,
         StaleAddressError,
         UserInputError,
+        VerificationError,
     )
     from graphstep.planning import plan_step
     from graphstep.strategies import (
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
         graph_step,
         make_graphed_callables,
     )
+    from graphstep.verification import Tolerance, VerifyReport, shadow, verify
 
 __all__ = [
     "CaptureError",
@@ -65,7 +67,10 @@ __all__ = [
     "StaleAddressError",
     "TECudaGraphHelper",
     "TapeEngine",
+    "Tolerance",
     "UserInputError",
+    "VerificationError",
+    "VerifyReport",
     "__version__",
     "attach",
     "build_strategy",
@@ -74,10 +79,13 @@ __all__ = [
     "graph_step",
     "make_graphed_callables",
     "plan_step",
+    "shadow",
+    "verify",
 ]
 
 _HOMES: Mapping[str, str] = {
     "UserInputError": "graphstep.errors",
+    "VerificationError": "graphstep.errors",
     "StaleAddressError": "graphstep.errors",
     "PlanError": "graphstep.errors",
     "LifecycleError": "graphstep.errors",
@@ -107,6 +115,10 @@ _HOMES: Mapping[str, str] = {
     "graph_step": "graphstep.strategies",
     "make_graphed_callables": "graphstep.strategies",
     "plan_step": "graphstep.planning",
+    "Tolerance": "graphstep.verification",
+    "VerifyReport": "graphstep.verification",
+    "shadow": "graphstep.verification",
+    "verify": "graphstep.verification",
 }
 
 

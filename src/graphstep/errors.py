@@ -112,5 +112,9 @@ class NonFiniteError(GraphstepError, ArithmeticError):
     """The loss or the gradient norm is NaN or infinite. The weights are those before the iteration it names."""
 
 
+class VerificationError(GraphstepError, ArithmeticError):
+    """A replay differs from eager execution, or nothing was replayed. All state is as before the verification."""
+
+
 def _rebuild(kind: type[GraphstepError], what: str, where: str, fix: str) -> GraphstepError:
     return kind(what, where=where, fix=fix)

@@ -9,10 +9,12 @@ import signal
 from pathlib import Path
 
 import pytest
+import torch
 from rich.console import Console
 
 from graphstep.cli.main import main
 from graphstep.cli.train import run
+from graphstep.models.mlp import MLP
 from graphstep.training import compare
 from graphstep.training.compare import Difference
 from graphstep.training.loop import Trainer
@@ -120,6 +122,33 @@ def test_a_difference_is_exit_code_3(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compare, "first_difference", lambda *_: difference)
     verdict = row(output_of(*FULL, "--compare-with-eager", "4", code=3), "eager, bit for bit")
     assert verdict.startswith("DIFFERENT within 4 steps: losses first differ at step 2, by 0.5; 3 weights differ")
+
+
+@pytest.mark.parametrize("impl", [FULL, LOCAL, TE], ids=["full_iteration", "local", "transformer_engine"])
+def test_a_verified_and_shadowed_run_equals_eager(impl: tuple[str, ...]) -> None:
+    proof = ("--cuda-graph-verify", "2", "--cuda-graph-shadow-interval", "2", "--hidden-dropout", "0.1")
+    output = output_of(*impl, *proof, "--compare-with-eager", "5")
+    assert "replay against eager: training steps of GPTModel" in output
+    assert "equal bit for bit" in output
+    assert "replay against eager at iteration 4 | equal bit for bit" in output
+    assert row(output, "eager, bit for bit").startswith("equal: all losses of 5 steps")
+
+
+def test_a_run_that_fails_its_verification_is_exit_code_3(monkeypatch: pytest.MonkeyPatch) -> None:
+    forward, calls = MLP.forward, [0]
+
+    def counting(self: MLP, *arguments: torch.Tensor) -> torch.Tensor:
+        # Found anew each time: no check before a replay sees it.
+        calls_now = globals()["_CALLS"]
+        calls_now[0] += 1
+        return forward(self, *arguments) * (1 + 1 / calls_now[0])
+
+    monkeypatch.setitem(globals(), "_CALLS", calls)
+    monkeypatch.setattr(MLP, "forward", counting)
+    output = output_of(*LOCAL, "--cuda-graph-verify", "2", code=3)
+    assert "DIFFERENT" in output
+    assert "layers.0.mlp, forward" in output
+    assert "iteration" not in output.split("DIFFERENT")[1]
 
 
 def test_ctrl_c_is_exit_code_130_and_keeps_the_work(monkeypatch: pytest.MonkeyPatch) -> None:

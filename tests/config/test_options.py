@@ -15,7 +15,8 @@ from graphstep.config.options import OPTIONS, Option
 from graphstep.config.run import SECTIONS
 
 # Megatron-LM's names, and our own --device, --compare-with-eager, --log-jsonl, switches of single pool and retained
-# backward graphs, and --cuda-graph- policy, on-mismatch, capture-after, max-signatures, merge-layers and debug.
+# backward graphs, and --cuda-graph- policy, on-mismatch, capture-after, max-signatures, merge-layers, debug, verify,
+# shadow-interval and their tolerances.
 SPELLINGS = """
 --num-layers --hidden-size --ffn-hidden-size --num-attention-heads --kv-channels --group-query-attention
 --num-query-groups --seq-length --max-position-embeddings --swiglu --normalization --norm-epsilon
@@ -32,6 +33,7 @@ SPELLINGS = """
 --cuda-graph-retain-backward-graph --optimizer-cuda-graph --inference-cuda-graph-scope --cuda-graph-policy
 --cuda-graph-on-mismatch --cuda-graph-capture-after --cuda-graph-max-signatures --cuda-graph-merge-layers
 --cuda-graph-debug --cuda-graph-report --cuda-graph-trace
+--cuda-graph-debug --cuda-graph-verify --cuda-graph-shadow-interval --cuda-graph-verify-rtol --cuda-graph-verify-atol
 --hybrid-layer-pattern --mtp-num-layers --multi-latent-attention --transformer-impl --cross-entropy-loss-fusion
 --cross-entropy-fusion-impl --no-gradient-accumulation-fusion --te-rng-tracker --inference-rng-tracker --fp16
 --loss-scale --fp8-format --fp8-recipe --fp8-param-gather --fp4-format --fp4-recipe --optimizer --skip-train

@@ -148,6 +148,11 @@ class GraphPair:
         self._aliases = ParameterAliases(region.modules)
         self._saved = SavedTensors()
 
+    def static_tensors(self) -> list[Tensor]:
+        """Inputs that are copied to before each replay."""
+        elsewhere = {*self.in_place, *self.chained}
+        return [tensor for position, tensor in enumerate(self.inputs) if position not in elsewhere]
+
     # ----- capture
 
     def warm_up(self, num_runs: int) -> None:
@@ -197,6 +202,7 @@ class GraphPair:
     def note_forward(self, recording: Recording | None) -> None:
         """The forward half is captured; ``None``: together with that of the pair before."""
         self.forward, self.is_forward_captured = recording, True
+        self.session.note_static(self)
         self.differentiable = tuple(output.requires_grad for output in self.outputs)
 
     def note_backward(self, recording: Recording | None) -> None:

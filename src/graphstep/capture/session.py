@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,13 @@ from graphstep.engine import Engine, Recording, engine_for
 from graphstep.errors import CaptureError, LifecycleError
 
 T = TypeVar("T")
+
+
+class HasStaticTensors(Protocol):
+    """Owns memory that each replay refreshes before its graph reads it."""
+
+    def static_tensors(self) -> list[Tensor]:
+        """Inputs at fixed addresses that nobody else writes or holds."""
 
 
 class GraphSession:
@@ -46,6 +53,7 @@ class GraphSession:
         self._recordings: dict[Recording, Sequence[Tensor]] = {}
         """Each with the tensors that it uses and that must not go before it."""
         self._stats: dict[str, RegionStats] = {}
+        self._static: weakref.WeakSet[HasStaticTensors] = weakref.WeakSet()
         self._is_in_a_row = False
         # At exit too: graphs that hold collectives must be gone before their process group.
         self._finalizer = weakref.finalize(self, self.engine.close)
@@ -175,6 +183,14 @@ class GraphSession:
         for recording in self._recordings:
             recording.close()
         self._recordings.clear()
+
+    def note_static(self, owner: HasStaticTensors) -> None:
+        """This one owns static inputs of a recording, for as long as it lives."""
+        self._static.add(owner)
+
+    def static_tensors(self) -> list[Tensor]:
+        """The static inputs of all recordings: overwritten before their next replay."""
+        return [tensor for owner in self._static for tensor in owner.static_tensors()]
 
     def report(self) -> CaptureReport:
         """What has been captured so far and how it was used."""

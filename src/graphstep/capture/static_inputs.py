@@ -35,6 +35,10 @@ class StaticInputs:
         """Bytes of the static tensors."""
         return sum(own_entries(tensor).nbytes for tensor in self._tensors)
 
+    def static_tensors(self) -> list[Tensor]:
+        """The copies: the next load overwrites them."""
+        return list(self._tensors)
+
     def versions(self) -> list[int]:
         """Of the static tensors: others than before where something was written into one."""
         return versions_of(self._tensors)

@@ -34,7 +34,7 @@ def run(argv: Sequence[str], *, console: Console | None = None) -> int:
         console: where output goes; standard output if None.
 
     Returns:
-        Exit code: 0; 3 when ``--compare-with-eager`` found a difference; 130 after Ctrl-C.
+        Exit code: 0; 3 when ``--compare-with-eager`` or ``--cuda-graph-verify`` found a difference; 130 after Ctrl-C.
 
     Raises:
         UserInputError: bad options, data or checkpoints: all problems at once, before anything was created.
@@ -81,6 +81,10 @@ def _train(config: RunConfig, console: Console) -> int:
     with trainer, files:
         files.begin(trainer)
         _print_summary(trainer, console)
+        if (proof := trainer.verify()) is not None:
+            console.print(proof.render())
+            if proof.num_replays and not proof.equal:
+                return EXIT_DIFFERENT
         finished = finished_notice(config.training, trainer.iteration)
         print_notices([finished] if finished is not None else [])
         result = trainer.train()

@@ -93,6 +93,16 @@ class TrainingConfig:
     """Where the model runs; ``auto``: CUDA if there is a device, else the CPU."""
     compare_with_eager: int = 0
     """Train that many steps eagerly as well, and compare losses and weights bit by bit; 0: off."""
+    cuda_graph_verify: int = 0
+    """Before the first step, run that many steps both by replays and eagerly, and compare everything that they leave
+    behind; all state is put back, and the run is the one without this. 0: off."""
+    cuda_graph_shadow_interval: int = 0
+    """Every so many steps, run one microbatch (of ``full_iteration``: the step) eagerly as well, compare, and log what
+    differs; the run is the one without this. 0: off."""
+    cuda_graph_verify_rtol: float = 0.0
+    """How far both may be from eager, relative to its values, for kernels that differ from run to run."""
+    cuda_graph_verify_atol: float = 0.0
+    """How far both may be from eager, on top of that."""
 
     def __post_init__(self) -> None:
         settle(self)

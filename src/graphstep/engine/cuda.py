@@ -154,7 +154,7 @@ class CudaEngine:
         """The same by lane, and as slow; those that a failed capture has spoilt together."""
         if self._is_closed:
             return {}
-        sizes = pool_segments([lane.pool for lane in (*self._lanes.values(), *self._spoilt)])
+        sizes = pool_segments(self.pools())
         found = dict(zip(self._lanes, sizes, strict=False))
         return found | ({"spoilt": sum(sizes[len(found) :])} if self._spoilt else {})
 
@@ -163,6 +163,10 @@ class CudaEngine:
         """What is in use on the capture stream before the first capture: workspaces of the math libraries, which torch
         keeps, and what warmup runs have left."""
         return self._workspace_bytes
+
+    def pools(self) -> list[Any]:
+        """Names of the memory pools, one a lane."""
+        return [lane.pool for lane in (*self._lanes.values(), *self._spoilt)]
 
     def capture(
         self,

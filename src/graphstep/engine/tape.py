@@ -57,6 +57,11 @@ class TapeRecording:
         return self._tape is None
 
     @property
+    def tape(self) -> Tape | None:
+        """The steps; ``None`` once closed."""
+        return self._tape
+
+    @property
     def external_storages(self) -> tuple[Tensor, ...]:
         """One tensor over each storage that the tape uses and did not allocate."""
         return tuple(self._tape.external.values()) if self._tape is not None else ()
@@ -143,6 +148,10 @@ class TapeEngine:
     def workspace_bytes(self) -> int:
         """None are set aside on the CPU."""
         return 0
+
+    def tapes(self) -> list[Tape]:
+        """Those of all recordings that are not closed."""
+        return [recording.tape for recording in self._recordings if recording.tape is not None]
 
     def capture(
         self,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -134,6 +134,7 @@ class CallableGraphs:
         self._waiting: dict[ScheduledCallable, WaitingRun] = {}
         """What has run backward, and waits for its weight gradients."""
         self._copies = HandedCopies()
+        self._roots: Collection[tuple[str, nn.Module]] = ()
         self._on_close: list[Callable[[], None]] = []
         self._build: Build | None = None
         """Of the compiled part, while that is not there."""
@@ -151,6 +152,31 @@ class CallableGraphs:
             self._on_close.pop()()
         self._give_up_waiting()
         self.session.close()
+
+    @contextmanager
+    def eagerly(self) -> Iterator[None]:
+        """In the body callables run as they are, in any order, and nothing is counted. Nothing may be in flight."""
+        before = self.around
+
+        def run(scheduled: ScheduledCallable, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
+            return scheduled.captured.region.function(*arguments, **named)
+
+        def instead(_call: object, *what: Any) -> Any:
+            return run(*what) if before is None else before(run, *what)
+
+        self.around = instead
+        try:
+            yield
+        finally:
+            self.around = before
+
+    def roots(self) -> list[tuple[str, nn.Module]]:
+        """Name and module of the outermost ones that run in the callables."""
+        return list(self._roots)
+
+    def note_roots(self, roots: Iterable[tuple[str, nn.Module]]) -> None:
+        """These run in the callables."""
+        self._roots = {id(module): (name, module) for name, module in roots}.values()
 
     def is_idle(self) -> bool:
         """True if nothing is in flight but weight gradients of a step that will not go on."""
@@ -409,6 +435,11 @@ class GraphedCallable:
         """
         self._graphs.weight_gradients(self._scheduled)
 
+    @property
+    def graphs(self) -> CallableGraphs:
+        """Owner of its graphs, and of those of all callables that were given with it."""
+        return self._graphs
+
     def report(self) -> CaptureReport:
         """What was captured with it, and how it was used."""
         return self._graphs.report()
@@ -424,6 +455,11 @@ class CurrentMicrobatch:
     def __init__(self, graphs: CallableGraphs, module: nn.Module, function: Callable[..., Any]) -> None:
         self._graphs, self._module, self._function = graphs, module, function
         self._scheduled: ScheduledCallable | None = None
+
+    @property
+    def graphs(self) -> CallableGraphs:
+        """Owner of its graphs."""
+        return self._graphs
 
     @contextmanager
     def entered(self, scheduled: ScheduledCallable) -> Iterator[nn.Module]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Final
 
 from torch import Tensor, nn
@@ -79,7 +79,8 @@ class FullCudaGraphWrapper:
             on_mismatch=on_mismatch,
             use_single_mempool=use_single_mempool,
         )
-        self._optimizers = OptimizersInside(optimizers, session.device)
+        self._inside = tuple(optimizers)
+        self._optimizers = OptimizersInside(self._inside, session.device)
         self._steps = {forward_only: self._step(forward_only) for forward_only in (False, True)}
 
     def forward_backward(
@@ -110,6 +111,31 @@ class FullCudaGraphWrapper:
         return self.forward_backward(
             data_iterator=data_iterator, num_microbatches=num_microbatches, forward_only=forward_only
         )
+
+    @property
+    def session(self) -> GraphSession:
+        """Owner of the graphs."""
+        return self._session
+
+    @property
+    def function(self) -> ForwardBackward:
+        """What is captured."""
+        return self._function
+
+    @property
+    def model(self) -> nn.Module:
+        """What the function is called with."""
+        return self._model
+
+    @property
+    def optimizers(self) -> tuple[Optimizer, ...]:
+        """Those that step in the function."""
+        return self._inside
+
+    def eager(self, batches: Sequence[Any], *, forward_only: bool = False) -> Tensor:
+        """Run the step on some microbatches as it is, on the stream of the graphs; nothing is counted or captured."""
+        losses: Tensor = self._graphs.eager(self._steps[forward_only], list(batches))
+        return losses
 
     def reset_cuda_graph(self, stage: str | None = None) -> None:
         """Drop the graphs of ``training`` or ``validation``, or all; they warm up and are captured again when used.

@@ -237,6 +237,7 @@ class _Making:
         graphs = CallableGraphs(session)
         try:
             self._schedule(session)
+            graphs.note_roots(root for each in self.scheduled for root in each.captured.roots)
             left_out = self._leave_out_without_gradient(session)
             self._follow_fp8(graphs)
             self._link(session)

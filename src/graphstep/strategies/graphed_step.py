@@ -134,6 +134,27 @@ class GraphedStep(Generic[P, R]):
     def __set_name__(self, owner: type, name: str) -> None:
         self._attribute = name
 
+    @property
+    def function(self) -> Callable[P, R]:
+        """What is captured."""
+        return self._function
+
+    @property
+    def modules(self) -> tuple[tuple[str, nn.Module], ...]:
+        """Name and module of the outermost modules that are known to run in the step."""
+        return self._parts.modules()
+
+    @property
+    def optimizers(self) -> tuple[Optimizer, ...]:
+        """Those that are known to step in it."""
+        return self._parts.optimizers
+
+    def eager(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        """Run the function as it is, on the stream of the graphs; nothing is counted or captured."""
+        self.session.require_open()
+        found: R = self._graphs.eager(self._described(), (args, kwargs))
+        return found
+
     def report(self) -> CaptureReport:
         """What has been captured so far."""
         return self.session.report()

@@ -240,6 +240,7 @@ class IterationGraphs:
     def _new(self, batch: Any, stats: RegionStats) -> _Iteration:
         self._modules.clear()  # Some may have been added or replaced.
         static = StaticInputs(batch, self._session.device)
+        self._session.note_static(static)
         stats.static_bytes += static.nbytes
         return _Iteration(static, StepGradients(self._session.gradient_homes))
 
@@ -323,7 +324,7 @@ class IterationGraphs:
             self._drop(iteration, stats)
             iteration.num_eager = self._warmup_of(step) - 1
             return self._warm_up(step, iteration, batch)
-        return self._eagerly(step, batch)
+        return self.eager(step, batch)
 
     def _refuse(self, key: tuple[str, Signature], step: Step, batch: Any, stats: RegionStats, error: Exception) -> Any:
         # An error of the function's own comes again, from the eager run, if it has nothing to do with the capture.
@@ -344,9 +345,10 @@ class IterationGraphs:
         stats.eager_calls[reason] += 1
         if self._policy is CapturePolicy.off:
             return step.function(to_device(batch, self._session.device))
-        return self._eagerly(step, batch)
+        return self.eager(step, batch)
 
-    def _eagerly(self, step: Step, batch: Any) -> Any:
+    def eager(self, step: Step, batch: Any) -> Any:
+        """Run the step as it is, on the stream of the graphs."""
         with self._session.engine.capture_stream(), step.optimizers.on_device():
             return step.function(to_device(batch, self._session.device))
 

@@ -41,6 +41,16 @@ class LocalGraphs:
         self._model = model
         self.manager = CudaGraphManager(model, config, session=session, is_automatic=False)
 
+    @property
+    def function(self) -> ForwardBackward:
+        """What runs the step."""
+        return self._function
+
+    @property
+    def session(self) -> GraphSession:
+        """Owner of the graphs."""
+        return self.manager.session
+
     def forward_backward(
         self, *, data_iterator: Iterator[Any], num_microbatches: int, forward_only: bool = False
     ) -> Tensor:

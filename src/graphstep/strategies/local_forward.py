@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -35,6 +36,11 @@ class InstalledForward:
             raise AttributeError(name)
         return getattr(self._forward, name)
 
+    @property
+    def own(self) -> Callable[..., Any]:
+        """The forward that it stands for."""
+        return self._own
+
     def runs(self, forward: Callable[..., Any]) -> bool:
         """True if it stands for this one."""
         return self._forward == forward
@@ -57,6 +63,19 @@ class OwnForward:
 def has_graphs(module: nn.Module) -> bool:
     """True while a strategy has replaced the forward of a module."""
     return isinstance(module.__dict__.get("forward"), InstalledForward)
+
+
+@contextmanager
+def graphs_left_out(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """In the body captured modules run their own forward, and their strategy is not told. Nothing may be in flight."""
+    installed = [(module, module.__dict__["forward"]) for module in modules if has_graphs(module)]
+    for module, forward in installed:
+        module.__dict__["forward"] = forward.own
+    try:
+        yield
+    finally:
+        for module, forward in installed:
+            module.__dict__["forward"] = forward
 
 
 def own_forward(module: nn.Module) -> Callable[..., Any]:

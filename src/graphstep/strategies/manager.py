@@ -6,6 +6,7 @@ import os
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from types import TracebackType
 from typing import Any, ClassVar, Final
@@ -34,6 +35,7 @@ from graphstep.strategies.captured_chains import CapturedChains
 from graphstep.strategies.eager_parts import eager_parts, in_no_layer
 from graphstep.strategies.local_calls import RegionCalls
 from graphstep.strategies.local_capture import Order, RegionFailedError, capture_chains, gradients_through_autograd
+from graphstep.strategies.local_forward import graphs_left_out
 from graphstep.strategies.local_layers import GraphedModule, Named, graphed_layers, graphed_modules
 from graphstep.strategies.local_observed import ObservedCalls
 from graphstep.strategies.local_problems import modules_and_regions, nothing_to_capture, other_strategy
@@ -404,6 +406,30 @@ class CudaGraphManager:
             for pair in chain.pairs:
                 pair.release()
                 pair.homes.forget()
+
+    # ----- beside the graphs
+
+    @property
+    def model(self) -> nn.Module:
+        """The whole model, as the loop calls it."""
+        return self._model
+
+    def eagerly(self) -> AbstractContextManager[None]:
+        """In the body everything runs as it is, and nothing is observed or counted. Nothing may be in flight."""
+        self.session.settle_ahead()
+        return graphs_left_out(self._model.modules())
+
+    def reset_cuda_graph(self) -> None:
+        """Drop all graphs; the next step is observed, and captured after it. Nothing may be in flight."""
+        self.session.require_open()
+        self.session.settle_ahead()
+        for calls in self._regions.values():
+            self._chains.drop_all(calls, self._regions)
+            calls.forget(EagerReason.NOT_CAPTURED_YET)
+        self.observer, self._watched = PlanObserver(), None
+        self.observed.forget()
+        self._hits.clear()
+        self._boundary.clear()
 
     # ----- report and end
 

@@ -285,6 +285,11 @@ class TransformerEngineGraphs:
         steps = steps_of(pipeline_order(1), num_chunks=1)
         self._steps, self._graphs = steps, OrderedGraphs([model], config, session=session)
 
+    @property
+    def session(self) -> GraphSession:
+        """Owner of the graphs."""
+        return self._session
+
     def forward_backward(
         self, *, data_iterator: Iterator[Any], num_microbatches: int, forward_only: bool = False
     ) -> Tensor:

@@ -2,7 +2,8 @@
 
 Every log takes events: a name and values that JSON can hold. ``start`` opens a run (with its configuration), ``train``
 comes every ``log_interval`` steps, ``validation`` after each validation, ``checkpoint`` after each save, ``warning``
-any time, ``end`` last (with the report of what was captured). All other values are numbers and words.
+any time, ``end`` last (with the report of what was captured). ``verification`` comes first and ``shadow`` after steps
+that also ran eagerly, both with a report of what differs. All other values are numbers and words.
 """
 
 from __future__ import annotations
@@ -81,6 +82,8 @@ class ConsoleLog:
             self._line(f"checkpoint of iteration {values['iteration']} written to {values['path']}")
         elif event == "warning":
             self._line(f"warning: {values['message']}")
+        elif event == "shadow":
+            self._line(f"replay against eager at iteration {values['iteration']} | {values['text']}")
         elif event == "end":
             self.close()
 

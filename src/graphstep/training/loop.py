@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from graphstep.capture.report import CaptureReport
-from graphstep.config import CudaGraphConfig, CudaGraphImpl, RunConfig
+from graphstep.capture.session import GraphSession
+from graphstep.config import CapturePolicy, CudaGraphConfig, CudaGraphImpl, RunConfig
 from graphstep.errors import NonFiniteError
 from graphstep.models.weight_gradients import fuse_weight_gradients
 from graphstep.strategies import ForwardBackward, OptimizerGraph, Strategy, build_strategy
@@ -36,6 +37,7 @@ from graphstep.training.interrupt import InterruptRequest
 from graphstep.training.ledger import Steadiness, StepLedger
 from graphstep.training.logging import make_logs
 from graphstep.training.optimizer import MainWeightAdamW
+from graphstep.training.proof import RunProof
 from graphstep.training.router_counters import RouterCounters
 from graphstep.training.schedules import learning_rate
 from graphstep.training.setup import architecture, build_model, pointer_notice, preflight_with_data, with_vocabulary
@@ -43,6 +45,7 @@ from graphstep.training.step import forward_backward_no_pipelining
 from graphstep.training.tensors import model_tensors
 from graphstep.training.timing import peak_memory_bytes, restart_peak_memory
 from graphstep.training.update import Joined, Update, WholeStep
+from graphstep.verification import VerifyReport
 
 
 class StrategyFactory(Protocol):
@@ -151,21 +154,11 @@ class Trainer:
             self.model.compile()
         if self._is_whole:
             function = WholeStep(function, self.gradients, self._update, self._health)
-        self.strategy = strategy_factory(
-            config.graphs,
-            model=self.model,
-            forward_backward_func=function,
-            device=self.device,
-            optimizers=(self.optimizer.adamw,) if self._is_whole else (),
-        )
-        self._optimizer_graph: OptimizerGraph | None = None
-        if config.graphs.optimizer and not self._is_whole:
-            self._optimizer_graph = OptimizerGraph(
-                self.optimizer.adamw,
-                update=self._update.apply if training.check_for_nan_in_loss_and_grad else self._update,
-                cuda_graph_warmup_steps=config.graphs.warmup_steps,
-                policy=config.graphs.policy,
-            )
+        self.function, self._strategy_factory = function, strategy_factory
+        self.strategy, self._optimizer_graph = self._new_graphs()
+        self.verification: VerifyReport | None = None
+        """What ``cuda_graph_verify`` has found, once it has run."""
+        self._proof = RunProof(self, lambda n, found: self._log.write("shadow", {"iteration": n, **_as_values(found)}))
         self._on_step = on_step
         self._log = make_logs(training, console)
         self._ledger = StepLedger(self.device)
@@ -186,12 +179,84 @@ class Trainer:
     def close(self) -> None:
         """Free the recordings, then take the gradients off the model, then close the logs. May be called twice."""
         try:
-            if self._optimizer_graph is not None:
-                self._optimizer_graph.close()
-            self.strategy.close()
+            self._proof.close()
+            self._close_graphs()
         finally:
             self.gradients.close()
             self._log.close()
+
+    def _close_graphs(self) -> None:
+        if self._optimizer_graph is not None:
+            self._optimizer_graph.close()
+        self.strategy.close()
+
+    def _new_graphs(self) -> tuple[Strategy, OptimizerGraph | None]:
+        """A strategy and a graph of the optimizer that have captured nothing."""
+        training, graphs = self.config.training, self.config.graphs
+        strategy = self._strategy_factory(
+            graphs,
+            model=self.model,
+            forward_backward_func=self.function,
+            device=self.device,
+            optimizers=(self.optimizer.adamw,) if self._is_whole else (),
+        )
+        if not graphs.optimizer or self._is_whole:
+            return strategy, None
+        return strategy, OptimizerGraph(
+            self.optimizer.adamw,
+            update=self._update.apply if training.check_for_nan_in_loss_and_grad else self._update,
+            cuda_graph_warmup_steps=graphs.warmup_steps,
+            policy=graphs.policy,
+        )
+
+    def build_graphs(self) -> None:
+        """Free the graphs, and begin anew: warmup and capture come with the next steps."""
+        self._close_graphs()
+        self.strategy, self._optimizer_graph = self._new_graphs()
+
+    def sessions(self) -> list[GraphSession]:
+        """The owners of all graphs."""
+        owners = (getattr(self.strategy, "session", None), getattr(self._optimizer_graph, "session", None))
+        return [owner for owner in owners if owner is not None]
+
+    def verify(self) -> VerifyReport | None:
+        """Run the steps that ``cuda_graph_verify`` asks for by graphs and eagerly, once, before training.
+
+        Weights, gradients, state of the optimizer, buffers and random numbers are put back, and the graphs are captured
+        anew by the run: it is the one without this.
+
+        Returns:
+            What was found; ``None`` if nothing is asked for.
+        """
+        if self.verification is None and self._proof.is_wanted:
+            with (
+                deterministic_algorithms(self.config.training.deterministic_mode),
+                preserved_random_state(self.device),
+            ):
+                restore_random_state(self._random, self.device)
+                self.verification = self._proof.verify(self._batches(self.datasets.train, shuffle=True))
+            self._log.write("verification", _as_values(self.verification))
+        return self.verification
+
+    def train_on(self, microbatches: Sequence[Any], strategy: Strategy, *, by_graphs: bool) -> tuple[Tensor, Tensor]:
+        """One step without a place in the run: the largest learning rate, nothing is counted or checked.
+
+        Args:
+            microbatches: of the step.
+            strategy: runs forward and backward.
+            by_graphs: the update too may be a graph.
+
+        Returns:
+            Losses [num_microbatches], and the norm of the gradient.
+        """
+        training = self.config.training
+        self.optimizer.set_rates(training.lr, training.weight_decay)
+        self.gradients.install() if self._is_whole else self.gradients.zero()
+        losses = strategy.forward_backward(data_iterator=iter(microbatches), num_microbatches=len(microbatches))
+        if not self._is_whole:
+            self._apply_update(losses, self._optimizer_graph if by_graphs else None)
+        strategy.end_step()
+        return losses, self._update.norm.clone()
 
     def train(self, num_steps: int | None = None) -> TrainResult:
         """Train to the last iteration, or ``num_steps`` steps if that comes first.
@@ -199,10 +264,12 @@ class Trainer:
         Ctrl-C ends the run after the current step; a checkpoint is saved then too.
 
         Raises:
+            VerificationError: see :meth:`verify`; nothing was trained.
             NonFiniteError: loss or gradient norm is not finite and the check is on; the weights are those before.
             CheckpointError: a checkpoint could not be written.
         """
         training = self.config.training
+        self._require_verified()
         first = self.iteration
         last = training.train_iters if num_steps is None else min(training.train_iters, first + num_steps)
         with (
@@ -355,7 +422,7 @@ class Trainer:
         else:
             self.gradients.zero()
             losses = self._forward_backward()
-            self._run_update(losses)
+            self._apply_update(losses, self._optimizer_graph, check=True)
         self.strategy.end_step()
         norm = self._update.norm.clone()
         self._ledger.timer.stop()
@@ -368,22 +435,30 @@ class Trainer:
             self._on_step(self, losses)
 
     def _forward_backward(self) -> Tensor:
-        return self.strategy.forward_backward(
-            data_iterator=self.batches, num_microbatches=self.config.training.num_microbatches
+        return self._proof.forward_backward(
+            self.batches, self.config.training.num_microbatches, iteration=self.iteration + 1
         )
 
-    def _run_update(self, losses: Tensor) -> None:
+    def _apply_update(self, losses: Tensor, graph: OptimizerGraph | None, *, check: bool = False) -> None:
+        """Update the weights, by the graph if there is one; stop before if the step is not finite and that counts."""
         training = self.config.training
         if self._health is not None:
             self._health.note_losses(losses)
         self.gradients.install()
         if training.check_for_nan_in_loss_and_grad:
             self._update.measure()
-            is_clipped = training.clip_grad > 0
-            require_finite(losses, self._update.norm, self.iteration + 1, is_clipped=is_clipped)
-            (self._update.apply if self._optimizer_graph is None else self._optimizer_graph)()
+            if check:
+                is_clipped = training.clip_grad > 0
+                require_finite(losses, self._update.norm, self.iteration + 1, is_clipped=is_clipped)
+            (self._update.apply if graph is None else graph)()
         else:
-            (self._update if self._optimizer_graph is None else self._optimizer_graph)()
+            (self._update if graph is None else graph)()
+
+    def _require_verified(self) -> None:
+        """Refuse to train with graphs that differ from eager; where nothing was captured there is nothing to refuse."""
+        report = self.verify()
+        if report is not None and (report.num_replays or self.config.graphs.policy is CapturePolicy.required):
+            report.raise_if_different()
 
     def _write_interval(self) -> None:
         interval = self._ledger.read()
@@ -423,3 +498,8 @@ class Trainer:
     def _end_values(self, result: TrainResult) -> dict[str, Any]:
         values = {field.name: getattr(result, field.name) for field in dataclasses.fields(result)}
         return {**values, "device": str(result.device), "report": result.report.to_json()}
+
+
+def _as_values(report: VerifyReport) -> dict[str, Any]:
+    """What a log takes of it."""
+    return {**report.to_json(), "text": report.summary()}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from graphstep.config.migrations import OLD_MODULES
-from graphstep.config.options.option import Option, OptionGroup, integer
+from graphstep.config.options.option import Option, OptionGroup, integer, number
 from graphstep.config.switches import (
     GRAPH_OPTION_NAMES,
     CapturePolicy,
@@ -13,8 +13,10 @@ from graphstep.config.switches import (
     InferenceCudaGraphScope,
     MismatchPolicy,
 )
+from graphstep.config.training import TrainingConfig
 
 _graphs = OptionGroup("CUDA graphs", "graphs", CudaGraphConfig, GRAPH_OPTION_NAMES)
+_proof = OptionGroup("CUDA graphs", "training", TrainingConfig)
 
 GRAPH_OPTIONS: tuple[Option, ...] = (
     _graphs.option(
@@ -89,4 +91,26 @@ GRAPH_OPTIONS: tuple[Option, ...] = (
         "--cuda-graph-debug",
         "overwrite static memory when it is no longer valid, and check addresses before every replay (local); slow",
     ),
+    _proof.option(
+        "--cuda-graph-verify",
+        "before training, run that many steps by replays and eagerly, on poisoned memory, and compare all that they "
+        "leave behind; stops at a difference, with the first module that differs; 0: off",
+        type=integer,
+        metavar="STEPS",
+    ),
+    _proof.option(
+        "--cuda-graph-shadow-interval",
+        "every so many steps, run one microbatch (full_iteration: the step) eagerly as well, and log what differs by "
+        "module; changes nothing in the run; 0: off",
+        type=integer,
+        metavar="STEPS",
+    ),
+    _proof.option(
+        "--cuda-graph-verify-rtol",
+        "how far both may be from eager, relative to its values, for kernels that differ from run to run; 0: every bit "
+        "counts",
+        type=number,
+        metavar="X",
+    ),
+    _proof.option("--cuda-graph-verify-atol", "the same in absolute terms", type=number, metavar="X"),
 )

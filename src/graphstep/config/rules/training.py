@@ -47,6 +47,10 @@ TRAINING_RULES: tuple[Rule, ...] = (
         "a file that ends in .json",
         "name the file trace.json, for example",
     ),
+    at_least(0, "cuda_graph_verify", "give the number of steps to verify, or leave it out"),
+    at_least(0, "cuda_graph_shadow_interval", "give the steps between two comparisons, or leave it out"),
+    in_range("cuda_graph_verify_rtol", lambda v: v >= 0, "at least 0", "use 0 for the same bits"),
+    in_range("cuda_graph_verify_atol", lambda v: v >= 0, "at least 0", "use 0 for the same bits"),
     Rule(
         code="batches-divide",
         fields=("global_batch_size", "micro_batch_size"),
@@ -137,6 +141,26 @@ TRAINING_RULES: tuple[Rule, ...] = (
         lambda o: o.compare_with_eager > 0 and o.cuda_graph_impl == "none",
         "--compare-with-eager compares eager with eager: nothing is captured",
         "add --cuda-graph-impl local or full_iteration, or leave it out",
+    ),
+    no_effect(
+        "verify-without-graphs",
+        ("cuda_graph_verify", "cuda_graph_shadow_interval", "cuda_graph_impl", "optimizer_cuda_graph"),
+        lambda o: (
+            o.cuda_graph_impl == "none"
+            and (o.cuda_graph_shadow_interval > 0 or (o.cuda_graph_verify > 0 and not o.optimizer_cuda_graph))
+        ),
+        "--cuda-graph-verify and --cuda-graph-shadow-interval compare replays with eager: nothing is captured",
+        "add --cuda-graph-impl local or full_iteration, or leave them out",
+    ),
+    no_effect(
+        "verify-tolerance-without-effect",
+        ("cuda_graph_verify", "cuda_graph_shadow_interval", "cuda_graph_verify_rtol", "cuda_graph_verify_atol"),
+        lambda o: (
+            o.cuda_graph_verify == o.cuda_graph_shadow_interval == 0
+            and (o.cuda_graph_verify_rtol, o.cuda_graph_verify_atol) != (0, 0)
+        ),
+        "--cuda-graph-verify-rtol and --cuda-graph-verify-atol have no effect: nothing is compared with eager",
+        "add --cuda-graph-verify or --cuda-graph-shadow-interval, or leave them out",
     ),
     no_effect(
         "save-interval-without-save",
