@@ -37,7 +37,7 @@ from graphstep.training.ledger import Steadiness, StepLedger
 from graphstep.training.logging import make_logs
 from graphstep.training.optimizer import MainWeightAdamW
 from graphstep.training.proof import RunProof
-from graphstep.training.result import TrainResult, verification_values
+from graphstep.training.result import TrainResult
 from graphstep.training.router_counters import RouterCounters
 from graphstep.training.schedules import learning_rate
 from graphstep.training.setup import architecture, build_model, pointer_notice, preflight_with_data, with_vocabulary
@@ -131,9 +131,7 @@ class Trainer:
         self.strategy, self._optimizer_graph = self._new_graphs()
         self.verification: VerifyReport | None = None
         """What ``cuda_graph_verify`` has found, once it has run."""
-        self._proof = RunProof(
-            self, lambda n, found: self._log.write("shadow", {"iteration": n, **verification_values(found)})
-        )
+        self._proof = RunProof(self, lambda event, values: self._log.write(event, values))  # noqa: PLW0108 - that of then
         self._on_step = on_step
         self._log = make_logs(training, console)
         self._ledger = StepLedger(self.device)
@@ -210,7 +208,6 @@ class Trainer:
             ):
                 restore_random_state(self._random, self.device)
                 self.verification = self._proof.verify(self._batches(self.datasets.train, shuffle=True))
-            self._log.write("verification", verification_values(self.verification))
         return self.verification
 
     def train_on(self, microbatches: Sequence[Any], strategy: Strategy, *, by_graphs: bool) -> tuple[Tensor, Tensor]:

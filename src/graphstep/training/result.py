@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from graphstep.capture.report import CaptureReport
-from graphstep.verification import VerifyReport
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,8 +34,3 @@ class TrainResult:
     device: torch.device
     report: CaptureReport
     """What was captured."""
-
-
-def verification_values(report: VerifyReport) -> dict[str, Any]:
-    """What a log takes of a verification."""
-    return {**report.to_json(), "text": report.summary()}
