@@ -22,7 +22,7 @@ FEWER_STEPS = shlex.split("--train-iters 8 --eval-iters 1 --num-layers 1 --seq-l
 def test_the_blocks_run_one_after_another(capsys: pytest.CaptureFixture[str]) -> None:
     number, expected = run_blocks("whole-steps.md")
     assert capsys.readouterr().out.splitlines() == expected
-    assert number == 6
+    assert number == 8
 
 
 @pytest.mark.parametrize("options", ["", "--gradient-accumulation-fusion --parallel-weight-gradients --compile"])

@@ -21,6 +21,7 @@ from typing import Any, Final
 import pytest
 import torch
 import torch.distributed as dist
+from tests.engine import test_data_parallel as engine_test
 from tests.strategies.models import Decoder
 from tests.strategies.runs import Run, differences
 from torch import Tensor, nn
@@ -339,6 +340,7 @@ JOBS: Mapping[str, Callable[[], None]] = {
         num_layers=1,
         build=partial(wrapped, find_unused_parameters=True),
     ),
+    **{f"set up again: {options}": partial(engine_test.is_seamless, options) for options in engine_test.OPTIONS},
     "frozen for the collector": partial(reduced_or_refused, attached, build=frozen),
 }
 

@@ -18,18 +18,20 @@ from torch.nn.parallel import DistributedDataParallel
 import graphstep
 from graphstep.capture.session import GraphSession
 from graphstep.config.switches import CapturePolicy
+from graphstep.engine import data_parallel
 from graphstep.strategies import FullCudaGraphWrapper
+from graphstep.strategies.leaf_streams import SET_UP_AGAIN, LeafStreams
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch was built without torch.distributed")
 
-NUM_STEPS = 15
+NUM_STEPS = 18
 BUILT_ON = ("the capture stream", "a stream of its own", "the default stream")
 
 
 @pytest.fixture(autouse=True)
 def one_process(device: torch.device) -> Iterator[None]:
     """A group of one: that reductions happen, the communication hook shows, which doubles gradients."""
-    backend = "nccl" if device.type == "cuda" else "gloo"
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
@@ -92,13 +94,12 @@ def equal(mine: Job, theirs: Job) -> bool:
 
 
 def was_captured(report: Any, device: torch.device, built_on: str) -> bool:
-    """Always where it can be; else the reason has to name the wrapper."""
+    """After eleven forwards on a GPU, the one of the job included, or eleven of a wrapper that was set up again."""
     row = report.rows[0]
     if device.type == "cpu":
         return bool(row.num_replays == NUM_STEPS - 3)
-    if built_on == "the capture stream" or row.num_replays:  # After eleven forwards, the one of the job included.
-        return bool(NUM_STEPS - row.num_replays in (11, 12))
-    return any("DistributedDataParallel" in reason for reason in row.eager_calls)
+    eager = {13, 12} if built_on == "the default stream" else {11, 12}
+    return NUM_STEPS - row.num_replays in eager and (SET_UP_AGAIN in row.eager_calls) == (13 in eager)
 
 
 OPTIONS: dict[str, dict[str, Any]] = {"plain": {}, "buckets": {"gradient_as_bucket_view": True}}
@@ -172,4 +173,93 @@ def test_doubling_is_seen(device: torch.device) -> None:
     for mine, theirs in zip(job.model.parameters(), plain.parameters(), strict=True):
         if theirs.grad is not None:
             torch.testing.assert_close(mine.grad, theirs.grad * 2)
+    session.close()
+
+
+class _OnDefaultStream(LeafStreams):
+    """As if the first eager run had shown that all gradients are accumulated on the default stream."""
+
+    has_seen = False
+
+    def run(self, function: Any, modules: Any, others: Any) -> tuple[Any, bool]:
+        result = function()
+        is_first, self.has_seen = not self.has_seen, True
+        leaves = [p for module in modules for p in module._parameters.values() if p is not None]
+        return result, is_first and self.set_right([*leaves, *others])
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+def test_wrapper_of_the_default_stream_is_set_up_again(monkeypatch: pytest.MonkeyPatch, options: str) -> None:
+    """Graphs and eager steps that go on with the same wrapper afterwards both reduce."""
+    jobs = []
+    for is_graphed in (False, True):
+        session = GraphSession("cpu")
+        job = Job(torch.device("cpu"), session, "the default stream", OPTIONS[options])
+        reducer = job.model.reducer
+        monkeypatch.setattr("graphstep.strategies.iteration_graphs.LeafStreams", _OnDefaultStream)
+        step: Any = job.step
+        if is_graphed:  # Its second forward, in which it rebuilds its buckets, is not what the capture repeats.
+            step = graphstep.graph_step(job.step, session=session, cuda_graph_warmup_steps=4)
+        torch.manual_seed(2)
+        for _ in range(NUM_STEPS):
+            job.note(step(job.batch()))
+        if is_graphed:
+            row = step.report().rows[0]
+            assert row.num_replays == NUM_STEPS - 5
+            assert dict(row.eager_calls) == {"warmup": 2, SET_UP_AGAIN: 3}
+        assert (job.model.reducer is reducer) is not is_graphed
+        for _ in range(2):
+            job.note(job.step(job.batch()))
+        session.close()
+        jobs.append(job)
+    assert equal(*jobs)
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+def test_evaluation_between_steps(device: torch.device, options: str) -> None:
+    """The wrapper notes that its last forward was none of training, which is no change of the step."""
+    jobs = []
+    for is_graphed in (False, True):
+        session = GraphSession(device)
+        job = Job(device, session, "the default stream", OPTIONS[options])
+        step: Any = graphstep.graph_step(job.step, session=session) if is_graphed else job.step
+        torch.manual_seed(2)
+        for _ in range(NUM_STEPS):
+            job.note(step(job.batch()))
+            with torch.no_grad():
+                batch = job.batch()
+                job.note(job.model(batch["tokens"], batch["labels"]))
+        if is_graphed:
+            assert was_captured(step.report(), device, "the default stream"), step.report().rows[0].eager_calls
+        session.close()
+        jobs.append(job)
+    assert equal(*jobs)
+
+
+def test_wrapper_that_cannot_be_set_up_again_is_left_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    session = GraphSession("cpu")
+    job = Job(torch.device("cpu"), session, "the default stream", {})
+    nodes = [id(torch.autograd.graph.get_gradient_edge(p).node) for p in job.model.parameters()]
+    monkeypatch.setattr(data_parallel, "why_not_anew", lambda _wrapper: "it is special")
+    streams = LeafStreams(session)
+    assert not streams.set_right(job.model.parameters())
+    assert streams.problem == "it is special"
+    assert nodes == [id(torch.autograd.graph.get_gradient_edge(p).node) for p in job.model.parameters()]
+    session.close()
+
+
+def test_leaves_outside_of_wrappers_get_new_nodes() -> None:
+    """Such as those of a loss that the loop has kept."""
+    session, plain = GraphSession("cpu"), nn.Linear(3, 3)
+    job = Job(torch.device("cpu"), session, "the default stream", {})
+    kept = plain(torch.ones(2, 3)).sum()
+    nodes = [id(torch.autograd.graph.get_gradient_edge(p).node) for p in plain.parameters()]
+    reducer = job.model.reducer
+    streams = LeafStreams(session)
+    assert not streams.set_right(plain.parameters())
+    assert job.model.reducer is reducer
+    again = plain(torch.ones(2, 3)).sum()
+    assert not {id(torch.autograd.graph.get_gradient_edge(p).node) for p in plain.parameters()} & set(nodes)
+    (kept + again).backward()
+    assert torch.equal(plain.bias.grad, torch.full((3,), 4.0))
     session.close()

@@ -101,7 +101,7 @@ def test_a_clip_threshold_on_the_device_follows_its_schedule(device: torch.devic
     compared(device, make, script).close()
 
 
-def test_weight_decay_that_changes_is_captured_anew(device: torch.device) -> None:
+def test_weight_decay_that_begins_to_change_is_captured_anew(device: torch.device) -> None:
     def script(job: Job) -> None:
         for index in range(9):
             if index == 6:
@@ -121,10 +121,10 @@ def test_many_changes_of_a_number_are_warned_of(device: torch.device) -> None:
 
     def change() -> None:
         for index in range(8):
-            job.optimizer.param_groups[0]["weight_decay"] = 0.1 * (index // 2)
+            job.optimizer.param_groups[0]["eps"] = 1e-8 * (1 + index // 2)
             job.run()
 
-    with pytest.warns(UserWarning, match="weight_decay"):
+    with pytest.warns(UserWarning, match="eps"):
         change()
     job.close()
 

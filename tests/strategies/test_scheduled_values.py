@@ -17,13 +17,17 @@ NUM_STEPS = 12
 class Job:
     """Everything that has a schedule lies in a tensor on the device, or in the optimizer."""
 
-    def __init__(self, device: torch.device, *, decays_in_the_step: bool = False) -> None:
+    def __init__(
+        self, device: torch.device, *, decays_in_the_step: bool = False, dtype: torch.dtype = torch.float32
+    ) -> None:
         torch.manual_seed(0)
-        self.device, self.decays_in_the_step = device, decays_in_the_step
-        self.model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4)).to(device)
+        self.device, self.dtype, self.decays_in_the_step = device, dtype, decays_in_the_step
+        self.model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4)).to(device, dtype)
         weight_decay = 0.0 if decays_in_the_step else 0.125
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=2.0**-6, weight_decay=weight_decay, fused=True)
-        self.scaler = torch.amp.GradScaler(device.type, init_scale=2.0**8, growth_interval=4)
+        # torch unscales no bfloat16 gradients on a GPU.
+        has_scaler = dtype != torch.bfloat16
+        self.scaler = torch.amp.GradScaler(device.type, init_scale=2.0**8, growth_interval=4, enabled=has_scaler)
         self.clip = torch.tensor(0.5, device=device)
         self.kept = torch.tensor(1.0, device=device)
         """What weight decay leaves of a weight."""
@@ -49,7 +53,7 @@ class Job:
         found = []
         for index in range(NUM_STEPS):
             change(self, index)
-            found.append(step(torch.randn(5, 6, generator=self.data).to(self.device)))
+            found.append(step(torch.randn(5, 6, generator=self.data).to(self.device, self.dtype)))
             found += [parameter.detach().clone() for parameter in self.model.parameters()]
             found.append(torch.tensor(self.scaler.get_scale()))
         return found
@@ -72,8 +76,19 @@ def weight_decay_in_the_step(job: Job, index: int) -> None:
     job.kept.fill_(1 - 2.0**-6 * 0.01 * index)
 
 
-def weight_decay_of_the_optimizer(job: Job, index: int) -> None:
-    job.optimizer.param_groups[0]["weight_decay"] = 0.125 if index < 7 else 0.5
+DECAYS = (0.125, 0.1, 0.0, 0.3, 0.07, 0.3, 0.3, 0.0, 0.1, 0.3, 0.9, 0.01)
+
+
+def weight_decay_of_each_step(job: Job, index: int) -> None:
+    job.optimizer.param_groups[0]["weight_decay"] = DECAYS[index]
+
+
+def weight_decay_that_begins_to_change(job: Job, index: int) -> None:
+    job.optimizer.param_groups[0]["weight_decay"] = 0.125 if index < 5 else DECAYS[index]
+
+
+def weight_decay_twice(job: Job, index: int) -> None:
+    job.optimizer.param_groups[0]["weight_decay"] = (0.125, 0.5, 0.25)[index // 5]
 
 
 def compared(device: torch.device, change: Callable[[Job, int], None], **options: Any) -> Any:
@@ -100,9 +115,22 @@ def test_weight_decay_that_the_step_applies_from_a_tensor_is_followed(device: to
     assert row.num_replays == NUM_STEPS - 3
 
 
-def test_weight_decay_in_a_group_of_the_optimizer_is_captured_anew_because_its_kernel_takes_a_number(
-    device: torch.device,
-) -> None:
-    row = compared(device, weight_decay_of_the_optimizer)
+def test_weight_decay_with_a_schedule_is_followed_without_another_capture(device: torch.device) -> None:
+    """The warmup shows that it changes; values come back, among them those of the capture, and none."""
+    row = compared(device, weight_decay_of_each_step)
+    assert row.num_replays == NUM_STEPS - 3
+    assert dict(row.eager_calls) == {"warmup": 3}
+
+
+def test_weight_decay_that_begins_to_change_is_captured_anew_once(device: torch.device) -> None:
+    """Until then it is a number in the kernel, which costs nothing."""
+    row = compared(device, weight_decay_that_begins_to_change)
     assert row.num_replays == NUM_STEPS - 4
     assert row.eager_calls["warmup after a change of weight_decay of an optimizer"] == 1
+
+
+def test_weight_decay_of_half_precision_weights_is_captured_anew(device: torch.device) -> None:
+    """The fused kernel does not round between decay and update, so that nothing before it gives its bits."""
+    row = compared(device, weight_decay_twice, dtype=torch.bfloat16)
+    assert row.num_replays == NUM_STEPS - 5
+    assert row.eager_calls["warmup after a change of weight_decay of an optimizer"] == 2

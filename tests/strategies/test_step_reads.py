@@ -73,6 +73,7 @@ class Trainer:
         self.factor, self.inner, self.step, self.calls = 1.0, 1.0, 0, 0
         self.target = torch.zeros(3, device=device)
         self.last: Tensor | None = None
+        self.counts: dict[int, str] = {}
         self.history: list[Tensor] = []
 
     @property
@@ -136,6 +137,14 @@ class Trainer:
     def carrying_in_a_list(self, values: Tensor) -> Tensor:
         self.history.append((self.history[-1] if self.history else self.target) * 0.5)
         return self.attribute(values) + self.history[-1].sum()
+
+    def counting_in_a_list(self, values: Tensor) -> Tensor:
+        self.history.append(self.target)
+        return self.attribute(values) * len(self.history)
+
+    def counting_in_a_dict(self, values: Tensor) -> Tensor:
+        self.counts[len(self.counts)] = "call"
+        return self.attribute(values) * len(self.counts)
 
     def appending(self, values: Tensor) -> Tensor:
         self.history.append(self.target)
@@ -212,7 +221,13 @@ def test_a_counter_of_the_step_is_refused(device: torch.device) -> None:
 
 @pytest.mark.parametrize(("name", "where"), [("carrying", "self.target"), ("carrying_in_a_list", "self.history")])
 def test_a_tensor_that_is_carried_to_the_next_call_is_refused(device: torch.device, name: str, where: str) -> None:
-    with pytest.raises(CaptureError, match="each run reads the tensor in " + where.replace(".", r"\.")):
+    with pytest.raises(CaptureError, match=r"each run (reads the tensor in|changes) " + where.replace(".", r"\.")):
+        run(device, name, True, lambda t: None)
+
+
+@pytest.mark.parametrize("name", ["counting_in_a_list", "counting_in_a_dict"])
+def test_a_list_that_grows_in_each_call_and_is_read_is_refused(device: torch.device, name: str) -> None:
+    with pytest.raises(CaptureError, match=r"each run changes self\.(history|counts) "):
         run(device, name, True, lambda t: None)
 
 

@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
+from itertools import islice
 from types import MemberDescriptorType, ModuleType
 from typing import Any, Final
 
@@ -150,13 +151,16 @@ class Attributes:
         """Give attributes, what lies in them, and generators of random numbers the values that were noted."""
         self._noted.put_back()
 
-    def refuse_changes(self, where: str, used: Iterable[Tensor], *, may_leave_losses: bool = False) -> None:
+    def refuse_changes(
+        self, where: str, used: Iterable[Tensor], *, may_leave_losses: bool = False, may_fill: bool = True
+    ) -> None:
         """Refuse what a run since has done and a replay could not do again.
 
         Args:
             where: name of the region that has run.
             used: tensors over the storages that existed before the run, and that it used.
             may_leave_losses: the run has its own backward: a tensor with a gradient may stay for its value.
+            may_fill: lists and dicts of places may have got longer, as caches do in the first run of their kind.
 
         Raises:
             CaptureError: it counted, kept a history, carried a tensor over to the next run, left one that has a
@@ -173,7 +177,7 @@ class Attributes:
                 where=where,
                 fix="draw on the device with torch, or draw outside of the captured module and give it as an argument",
             )
-        counted = list(self._noted.counted(now))
+        counted = list(self._noted.counted(now, may_fill=may_fill))
         if counted:
             raise CaptureError(
                 f"each run changes {', '.join(counted)}; a replay runs no Python, and would go on with one value",
@@ -228,7 +232,9 @@ class _Noted:
     values: dict[str, Any] = field(default_factory=dict)
     """Of every path."""
     sizes: dict[str, int] = field(default_factory=dict)
-    """Numbers of entries of lists, dicts and the like."""
+    """Numbers of entries of lists, dicts and the like, those of places last."""
+    num_sizes: int = 0
+    """How many of them are of modules."""
     entries: list[tuple[str, dict[Any, Any], Any, Any]] = field(default_factory=list)
     slots: list[tuple[str, Any, str, Any]] = field(default_factory=list)
     dicts: list[tuple[str, dict[Any, Any], tuple[Any, ...]]] = field(default_factory=list)
@@ -256,13 +262,13 @@ class _Noted:
                 found += [join(path, key_name(key)) for key in owner.keys() - set(keys)]
         return found
 
-    def counted(self, now: _Noted) -> Iterator[str]:
+    def counted(self, now: _Noted, *, may_fill: bool) -> Iterator[str]:
         """Numbers, texts and flags that are no longer as they were, and what is kept in another way, in words."""
         for path, value in self.values.items():
             after = now.values.get(path, GONE)
             if isinstance(value, PLAIN) and after is not GONE and not _is_same(after, value):
                 yield f"{path} ({value!r} before, {after!r} after)"
-        for path, size in self.sizes.items():
+        for path, size in islice(self.sizes.items(), self.num_sizes if may_fill else None):
             if now.sizes.get(path, size) != size:
                 yield f"{path} ({size} entries before, {now.sizes[path]} after)"
         for path, owner, before in self.sequences[: self.num_strict]:
@@ -307,6 +313,7 @@ class _Noted:
         return _Noted(
             values={path: value for path, value in self.values.items() if keeps((path,))},
             sizes={path: size for path, size in self.sizes.items() if keeps((path,))},
+            num_sizes=sum(keeps((path,)) for path in islice(self.sizes, self.num_sizes)),
             entries=list(filter(keeps, self.entries)),
             slots=list(filter(keeps, self.slots)),
             dicts=list(filter(keeps, self.dicts)),
@@ -325,9 +332,9 @@ def _holds_any(sequence: tuple[str, Any, tuple[Any, ...]], paths: set[str]) -> b
 
 def _walk(modules: Iterable[Named], callables: Iterable[tuple[str, Any]] = (), places: Iterable[Place] = ()) -> _Noted:
     """Note everything, the nearest first, and each object once."""
-    modules = list(modules)
+    modules, places = list(modules), list(places)
     found = _Noted()
-    own = frozenset(vars(nn.Module()))
+    own = frozenset(vars(nn.Module())) | torch_private.OF_DATA_PARALLEL
     seen = {id(module) for _, module in modules}
     level: list[tuple[str, Any]] = []
     for index, (path, module) in enumerate(modules):
@@ -340,7 +347,7 @@ def _walk(modules: Iterable[Named], callables: Iterable[tuple[str, Any]] = (), p
         level += [each for place, owner in held.dicts for each in _note_dict(found, place, owner)]
     _descend(found, level, seen, own)
     found.num_strict = len(found.sequences)
-    sizes = dict(found.sizes)
+    found.num_sizes = len(found.sizes)
     level = []
     for place in places:
         value = place.value()
@@ -351,7 +358,9 @@ def _walk(modules: Iterable[Named], callables: Iterable[tuple[str, Any]] = (), p
         else:
             found.values[place.path] = value
     _descend(found, level, seen, own)
-    found.sizes = sizes
+    for place in places:
+        if not place.is_read:
+            found.sizes.pop(place.path, None)
     return found
 
 
@@ -430,6 +439,7 @@ def _is_same(mine: Any, theirs: Any) -> bool:
         return True
     if type(mine) is not type(theirs):
         return False
-    if isinstance(mine, tuple):
+    is_plain_list = isinstance(mine, list) and all(isinstance(element, PLAIN) for element in mine)
+    if isinstance(mine, tuple) or is_plain_list:  # Names of active adapters, say, made anew with the same content.
         return len(mine) == len(theirs) and all(map(_is_same, mine, theirs))
     return isinstance(mine, PLAIN) and bool(mine == theirs)

@@ -87,9 +87,11 @@ class GradientHomes:
             self._shared[id(leaf)] = known
         if leaf.grad is None:
             self._is_new.add(id(leaf))
+            give_memory(known)
             known.tensor.zero_()
             show(known)
         elif leaf.grad is not known.shown:
+            give_memory(known)
             known.tensor.copy_(leaf.grad)
             show(known)
         return known
@@ -199,6 +201,8 @@ class QuickLook:
             torch._foreach_zero_(to_zero)
         for home, gradient, is_inside in changed:
             if gradient is not None:
+                if not is_inside:
+                    give_memory(home)
                 home.tensor.copy_(gradient)
                 if not is_inside:
                     guests[id(home.leaf)] = gradient
@@ -257,6 +261,12 @@ def refuse_alias(home: Home) -> None:
 
 def show(home: Home) -> None:
     """Let ``.grad`` be the home, and not a tensor that somebody has kept."""
+    give_memory(home)
+    home.leaf.grad = home.shown
+
+
+def give_memory(home: Home) -> None:
+    """Give a gradient that somebody has kept memory of its own, so that the home can be written."""
     if home.shown.data_ptr() != home.address:
         home.shown = home.tensor.detach()  # The loop has given the old one other memory.
     elif sys.getrefcount(home.shown) > UNHELD:
@@ -264,7 +274,6 @@ def show(home: Home) -> None:
         home.shown = home.tensor.detach()
         with torch.no_grad():
             kept.data = kept.clone()
-    home.leaf.grad = home.shown
 
 
 def _references_of_one_attribute() -> int:

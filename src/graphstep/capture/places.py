@@ -23,6 +23,8 @@ class Place(NamedTuple):
     key: str
     is_whole: bool
     """What lies in its value counts as well."""
+    is_read: bool = True
+    """False for a list or the like to which something is appended, and nothing else is done with it."""
 
     def value(self) -> Any:
         """What is there now."""

@@ -83,6 +83,12 @@ class StaticInputs:
         self._host[1].load([source for _, source in pairs])
 
 
+def copies_of(result: Any) -> Any:
+    """The same nesting with copies of the tensors; those with a gradient history stay as they are."""
+    tensors, structure = flatten(result)
+    return unflatten(structure, [each if each.requires_grad else each.detach().clone() for each in tensors])
+
+
 def versions_of(tensors: Iterable[Tensor]) -> list[int]:
     """Others than before where something was written; those made in inference mode do not count what is written."""
     return [0 if tensor.is_inference() else tensor._version for tensor in tensors]

@@ -6,23 +6,26 @@ recording holds its executable graph. Recordings go first, the pool last.
 
 from __future__ import annotations
 
+import gc
 import threading
 import traceback
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from graphstep.engine import torch_private
+from graphstep.engine import compiled_part, cuda_memory, torch_private
 from graphstep.engine.ambient import casts_forgotten, collection_held
 from graphstep.engine.cuda_driver import capturing_node_count, restart_capture
 from graphstep.engine.cuda_memory import held_on_stream, pool_segments
 from graphstep.engine.user_frame import user_line_of
 from graphstep.errors import CaptureError, ConfigError, GraphstepError, LifecycleError, Problem
+
+T = TypeVar("T")
 
 
 class CudaRecording:
@@ -73,7 +76,7 @@ class CudaRecording:
 
     def launcher(self) -> Callable[[], object]:
         """The replay itself, without a look at whether it may run; see the protocol."""
-        return self.replay if self._graph is None else torch_private.graph_launcher(self._graph)
+        return self.replay if self._graph is None else compiled_part.graph_launcher(self._graph)
 
     def release_result(self) -> None:
         """Forget what the function returned, so that later captures into the pool may use its memory."""
@@ -123,7 +126,8 @@ class CudaEngine:
         self._lanes: dict[Hashable, _Lane] = {}
         self._spoilt: list[_Lane] = []
         """Lanes whose pool cannot be captured into any more; their recordings live on."""
-        self._recordings: weakref.WeakSet[CudaRecording] = weakref.WeakSet()
+        self._recordings: weakref.WeakKeyDictionary[CudaRecording, _Lane] = weakref.WeakKeyDictionary()
+        self._lends_pools = cuda_memory.can_allocate_in()
         self._capturing_thread: int | None = None
         self._is_primed = False
         self._workspace_bytes = 0
@@ -218,7 +222,7 @@ class CudaEngine:
             self._capturing_thread = None
         nbytes = max(0, torch.cuda.memory_reserved(self._device) - reserved_before)
         recording = CudaRecording(self, graph, result, num_nodes, nbytes)
-        self._recordings.add(recording)
+        self._recordings[recording] = self._lanes[lane]
         return recording
 
     def _capture_on_stream(
@@ -315,6 +319,43 @@ class CudaEngine:
                 yield
         finally:
             outside.wait_stream(self._stream)
+
+    def run_on_pool(self, function: Callable[[], T], *, lane: Hashable, copied: Callable[[T], T]) -> T:
+        """Run ``function`` on the capture stream and on the memory of a lane's pool. See the protocol."""
+        found = self._lanes.get(lane) if self._lends_pools else None
+        if found is None:
+            with self.capture_stream():
+                return function()
+        before = cuda_memory.blocks_in_use(found.pool)
+        try:
+            with self.capture_stream():
+                with cuda_memory.allocating_in(found.pool, self._device):
+                    try:
+                        result = function()
+                    finally:  # What other streams use of the pool counts as used no more when the body ends.
+                        torch.cuda.synchronize(self._device)
+                kept = copied(result)
+                del result
+            return kept
+        finally:
+            self._take_back(lane, found, before)
+
+    def _take_back(self, lane: Hashable, found: _Lane, before: frozenset[int]) -> None:
+        """After eager work on a pool: give the pool up if something is left in it, which replays would overwrite."""
+        if cuda_memory.blocks_in_use(found.pool) <= before:
+            return
+        gc.collect()
+        torch.cuda.synchronize(self._device)
+        torch.empty(1, device=self._device)  # Has the allocator look at what other streams have used.
+        if cuda_memory.blocks_in_use(found.pool) <= before:
+            return
+        self._lends_pools = False
+        for recording, own in list(self._recordings.items()):
+            if own is found:
+                recording.close()
+        self._lanes.pop(lane)
+        found.anchor.reset()  # What is left keeps its memory; the rest of the pool is free now.
+        torch.cuda.empty_cache()
 
     def borrowed_view(self, tensor: Tensor) -> Tensor:
         """A detached tensor over the same memory that does not keep it from the pool."""

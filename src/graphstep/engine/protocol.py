@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import torch
 from torch import Tensor
+
+T = TypeVar("T")
 
 
 @runtime_checkable
@@ -105,6 +107,20 @@ class Engine(Protocol):
 
     def capture_stream(self) -> AbstractContextManager[None]:
         """Run the body on the stream that captures use, ordered after and before the caller's stream."""
+
+    def run_on_pool(self, function: Callable[[], T], *, lane: Hashable, copied: Callable[[T], T]) -> T:
+        """Run ``function`` eagerly on the memory of a lane's pool, which nothing uses between replays.
+
+        What an eager run allocates would stand beside the pool otherwise. Backward passes allocate in a thread of their
+        own, so this is for functions that have none. What the function leaves there apart from its result, a cache that
+        it has filled for example, would be overwritten by replays: if there is something, all recordings of the lane
+        are closed, and later ones get another pool. Looks through all segments of the allocator: slow.
+
+        Args:
+            function: takes nothing.
+            lane: of recordings. Where it has no memory yet, or the engine none to lend, the function runs as always.
+            copied: makes copies of what the function has returned, outside of the pool; returns them.
+        """
 
     def borrowed_view(self, tensor: Tensor) -> Tensor:
         """A tensor over the same memory that does not keep it alive, for memory that the pool may hand out again."""

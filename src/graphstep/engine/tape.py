@@ -9,7 +9,7 @@ import threading
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -24,6 +24,8 @@ from graphstep.engine.tape_recorder import Tape, TapeRecorder
 from graphstep.engine.undo import UndoLog
 from graphstep.engine.user_frame import user_line_of
 from graphstep.errors import CaptureError, LifecycleError
+
+T = TypeVar("T")
 
 
 class TapeRecording:
@@ -224,6 +226,11 @@ class TapeEngine:
         """There are no streams on the CPU. Compiled code runs as it was written, as it does when it is recorded."""
         with torch_private.compiled_code_off():
             yield
+
+    def run_on_pool(self, function: Callable[[], T], *, lane: Hashable, copied: Callable[[T], T]) -> T:
+        """There are no pools on the CPU."""
+        with self.capture_stream():
+            return copied(function())
 
     def borrowed_view(self, tensor: Tensor) -> Tensor:
         """A detached alias: a tape never hands memory out twice, so nothing is gained by not owning it."""

@@ -16,12 +16,13 @@ from torch.optim import Optimizer
 from graphstep.capture.places import Place
 from graphstep.capture.report import CaptureReport
 from graphstep.capture.session import GraphSession
-from graphstep.capture.static_inputs import to_device
+from graphstep.capture.static_inputs import copies_of, to_device
 from graphstep.capture.tree import flatten, values_of
 from graphstep.config.switches import CapturePolicy, MismatchPolicy
 from graphstep.config.validation import to_member
 from graphstep.errors import ConfigError, Problem
-from graphstep.strategies.iteration_graphs import IterationGraphs, Step
+from graphstep.strategies.iteration_graphs import LANE, IterationGraphs
+from graphstep.strategies.iteration_state import Step
 from graphstep.strategies.optimizers_inside import OptimizersInside
 from graphstep.strategies.step_parts import StepParts
 from graphstep.strategies.step_reads import StepReads
@@ -96,8 +97,14 @@ class GraphedStep(Generic[P, R]):
                     if self._policy is not CapturePolicy.off:
                         rates.enter_context(OptimizersInside([optimizer], self.session.device).on_device())
 
-                with self._parts.watching(put_rates):
-                    result = self._function(*args, **kwargs)
+                def run() -> R:
+                    with self._parts.watching(put_rates):
+                        return self._function(*args, **kwargs)
+
+                if torch.is_grad_enabled():
+                    result = run()
+                else:
+                    result = self.session.engine.run_on_pool(run, lane=LANE, copied=copies_of)
             self._reads(batch)
             self._step = self._described()
             return result
@@ -218,8 +225,8 @@ def graph_step(step_fn: Callable[P, R] | None = None, **options: Any) -> Any:
     The first calls run eagerly and are real steps. Then there is one graph for each signature of the arguments:
     shapes, layouts, non-tensor values, training flags, grad and autocast modes. Modules and optimizers are found while
     the step runs; what is under ``torch.compile`` runs as it was written meanwhile, unless ``modules`` are named, and
-    its compiled kernels are in the graph. Learning rates are read from ``param_groups`` before each replay, so
-    schedulers work, outside the step; when another number of an optimizer changes, the step is captured anew.
+    its compiled kernels are in the graph. Learning rates, and the weight decay of AdamW, are read from ``param_groups``
+    before each replay, so schedulers work, outside the step; when another number changes, the step is captured anew.
     Optimizers in the step need ``fused=True`` or ``capturable=True``, as they must not read anything back.
 
     The graph makes its gradients where ``zero_grad()`` in the step would have them made anew. They are ``.grad`` after

@@ -3,96 +3,48 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Hashable, Iterable, Sequence
+from typing import Any, Final
 
+import torch
 from torch import Tensor, nn
 
 from graphstep.capture.attributes import Attributes
-from graphstep.capture.manifest import Watched, verify
+from graphstep.capture.manifest import verify
 from graphstep.capture.observe import Observation
-from graphstep.capture.places import Place
 from graphstep.capture.reasons import EagerReason
 from graphstep.capture.report import RegionStats
 from graphstep.capture.session import GraphSession
 from graphstep.capture.signature import Signature
-from graphstep.capture.static_inputs import StaticInputs, to_device
+from graphstep.capture.static_inputs import StaticInputs, copies_of, to_device
 from graphstep.capture.tree import Node, Value, flatten, unflatten
 from graphstep.config.switches import CapturePolicy, MismatchPolicy
 from graphstep.engine import Recording, torch_private
 from graphstep.errors import CaptureError, InputMismatchError
 from graphstep.strategies.iteration_gradients import StepGradients
 from graphstep.strategies.iteration_refusals import (
-    RETURNS_LOSS,
     RETURNS_OTHERS,
-    SETS_FLAGS,
-    WRITES,
-    Named,
-    has_wrapper,
+    is_wrapped,
     least_warmup,
     parts_not_captured,
     refused,
     told_of_wrapper,
     with_children,
 )
-from graphstep.strategies.optimizers_inside import OptimizersInside
+from graphstep.strategies.iteration_state import Captured, Iteration, LastRun, Step
+from graphstep.strategies.iteration_watch import watched_run
+from graphstep.strategies.leaf_streams import SET_UP_AGAIN, LeafStreams
 from graphstep.strategies.settled import tensors_kept
 from graphstep.strategies.step_state import StepState
 
-_LANE = "iterations"
+LANE: Final = "iterations"
 """Whole iterations share memory with each other, and not with graphs of parts of one, which others run between."""
 _WARNED_AFTER = 3
 """Captures anew, after something has changed that a graph has fixed, from which on they are warned of."""
+_MOST_LOOKS = 2
+"""Eager runs more before a capture, after changes since the last one."""
 _MOST_GIVEN_UP = 1000
 _MOST_DIFFERENCES = 3
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
-    """What is captured, and what it consists of."""
-
-    stage: str
-    """Its row in the report. Graphs of one stage are those of one function."""
-    kind: str
-    function: Callable[[Any], Any]
-    """Takes the batch, on the session's device; returns any nesting of tensors."""
-    modules: Sequence[Named]
-    """The modules that run in it, outermost ones only."""
-    optimizers: OptimizersInside
-    """Those that step in it."""
-    fills_gradients: bool = True
-    reads: Callable[[Any], Sequence[Place]] = field(default=lambda _: ())
-    """Where its Python finds what is no attribute of the modules, for a batch."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Graph:
-    """A recording, and what must still be as it was for it to be replayed."""
-
-    recording: Recording
-    structure: Node | Value
-    tensors: list[Tensor]
-    watched: Watched
-    attributes: Attributes
-    optimizers: OptimizersInside
-
-
-@dataclass(slots=True)
-class _Iteration:
-    """State of one key: eager until warm, then one recording."""
-
-    static: StaticInputs
-    gradients: StepGradients
-    observation: Observation | None = None
-    num_eager: int = 0
-    why_eager: str = "warmup"
-    structure: Node | Value | None = None
-    """Of the last eager result."""
-    refusal: CaptureError | None = None
-    """What the last eager run has done and a replay would not."""
-    graph: _Graph | None = None
-    num_recaptures: int = 0
 
 
 class IterationGraphs:
@@ -129,7 +81,7 @@ class IterationGraphs:
         self._max_graphs = max_graphs
         self._policy = policy
         self._on_mismatch = on_mismatch
-        self._iterations: dict[tuple[str, Signature], _Iteration] = {}
+        self._iterations: dict[tuple[str, Signature], Iteration] = {}
         """The one used last is the last one."""
         self._refused: set[tuple[str, Signature]] = set()
         """Keys that could not be captured."""
@@ -138,6 +90,7 @@ class IterationGraphs:
         self._warned: set[str] = set()
         """Stages whose users know that there are more keys than there is room for."""
         self._modules: dict[str, tuple[int, tuple[nn.Module, ...]]] = {}
+        self._leaf_streams = LeafStreams(session)
 
     def run(self, step: Step, batch: Any) -> Any:
         """Run the step on a batch.
@@ -173,6 +126,8 @@ class IterationGraphs:
             self._drop_if_changed(iteration, step, stats)
         if iteration.graph is not None and (reason := iteration.gradients.why_not()) is not None:
             return self._learn_again(step, iteration, batch, stats, reason)
+        if iteration.graph is None and iteration.num_eager >= self._warmup_of(step):
+            self._look_again_if_changed(iteration, step)
         if iteration.graph is None and iteration.num_eager < self._warmup_of(step):
             stats.eager_calls[iteration.why_eager] += 1
             return self._warm_up(step, iteration, batch)
@@ -182,6 +137,7 @@ class IterationGraphs:
                     self._make_room(key, captured=True, number=self._max_graphs - 1)
                     iteration.static.load(batch)
                     iteration.graph = self._capture(step, iteration, stats)
+                    iteration.num_looked_again = 0
             except Exception as error:
                 if self._policy is CapturePolicy.required:
                     raise
@@ -237,12 +193,12 @@ class IterationGraphs:
             fix="give batches like the captured ones, or choose recapture or eager (on_mismatch)",
         )
 
-    def _new(self, batch: Any, stats: RegionStats) -> _Iteration:
+    def _new(self, batch: Any, stats: RegionStats) -> Iteration:
         self._modules.clear()  # Some may have been added or replaced.
         static = StaticInputs(batch, self._session.device)
         self._session.note_static(static)
         stats.static_bytes += static.nbytes
-        return _Iteration(static, StepGradients(self._session.gradient_homes))
+        return Iteration(static, StepGradients(self._session.gradient_homes))
 
     def _make_room(self, new: tuple[str, Signature], *, captured: bool, number: int) -> None:
         """Forget keys, those used longest ago first, until ``number`` are left that have a graph, or that have none.
@@ -277,18 +233,22 @@ class IterationGraphs:
         stats.static_bytes -= iteration.static.nbytes
         self._drop(iteration, stats)
 
-    def _drop(self, iteration: _Iteration, stats: RegionStats) -> None:
+    def _drop(self, iteration: Iteration, stats: RegionStats) -> None:
         if iteration.graph is not None:
             self._session.release([iteration.graph.recording], stats)
-        iteration.graph, iteration.observation, iteration.num_eager = None, None, 0
+        iteration.graph, iteration.observation, iteration.last_run, iteration.num_eager = None, None, None, 0
         if all(other.graph is None for other in self._iterations.values()):
             # Nothing writes them any more: gradients may live elsewhere from now on.
             self._session.gradient_homes.clear()
         iteration.gradients = StepGradients(self._session.gradient_homes)
 
-    def _drop_if_changed(self, iteration: _Iteration, step: Step, stats: RegionStats) -> None:
+    def _drop_if_changed(self, iteration: Iteration, step: Step, stats: RegionStats) -> None:
         graph = iteration.graph
         if graph is None:
+            return
+        if graph.recording.is_closed:
+            self._drop(iteration, stats)
+            iteration.why_eager = "warmup after its memory was given up"
             return
         changed = graph.attributes.changed() or graph.optimizers.moved()
         if changed:
@@ -305,11 +265,19 @@ class IterationGraphs:
             iteration.num_eager = self._warmup_of(step) - 1
             iteration.why_eager = f"warmup after a change of {numbers[0]} of an optimizer"
             what = f"{numbers[0]} of an optimizer"
-            advice = "only the learning rate can follow a schedule inside of a graph"
+            advice = "learning rates, and most weight decays, follow a schedule inside of a graph; others do not"
             self._count_recapture(iteration, step, what, advice)
 
+    def _look_again_if_changed(self, iteration: Iteration, step: Step) -> None:
+        """What the last run has shown is not what a capture would do, if something has changed since."""
+        changed = iteration.last_run.changed() if iteration.last_run is not None else []
+        if changed and iteration.num_looked_again < _MOST_LOOKS:
+            iteration.num_looked_again += 1
+            iteration.num_eager = self._warmup_of(step) - 1
+            iteration.why_eager = f"warmup after a change of {changed[0]}"
+
     @staticmethod
-    def _count_recapture(iteration: _Iteration, step: Step, what: str, advice: str) -> None:
+    def _count_recapture(iteration: Iteration, step: Step, what: str, advice: str) -> None:
         iteration.num_recaptures += 1
         if iteration.num_recaptures == _WARNED_AFTER:
             warnings.warn(
@@ -317,7 +285,7 @@ class IterationGraphs:
                 stacklevel=5,
             )
 
-    def _learn_again(self, step: Step, iteration: _Iteration, batch: Any, stats: RegionStats, reason: str) -> Any:
+    def _learn_again(self, step: Step, iteration: Iteration, batch: Any, stats: RegionStats, reason: str) -> Any:
         """Gradients are not as in the runs that were seen: run eagerly, and see what the step does with these."""
         stats.eager_calls[reason] += 1
         if iteration.gradients.knows_too_little():
@@ -336,8 +304,11 @@ class IterationGraphs:
 
     def _warmup_of(self, step: Step) -> int:
         """Eager runs before a capture: optimizers make their state in the first one."""
-        least = least_warmup(step.modules, self._session.device)
+        least = least_warmup(step.modules, self._session.device) if step.fills_gradients else 0
         return max(self._warmup_steps, least, 1 if len(step.optimizers) else 0)
+
+    def _lane_of(self, step: Step) -> Hashable:
+        return LANE if self._use_single_mempool else (LANE, step.stage)
 
     # ----- eager
 
@@ -352,52 +323,41 @@ class IterationGraphs:
         with self._session.engine.capture_stream(), step.optimizers.on_device():
             return step.function(to_device(batch, self._session.device))
 
-    def _warm_up(self, step: Step, iteration: _Iteration, batch: Any) -> Any:
+    def _warm_up(self, step: Step, iteration: Iteration, batch: Any) -> Any:
         # On the capture stream and from the static inputs, so that what the libraries set up per stream and per
         # address is what the capture will find. The last one is watched: it is what the capture will repeat.
+        def run() -> Any:
+            if iteration.num_eager + 1 < self._warmup_of(step):
+                return step.function(iteration.static.arguments)
+            return watched_run(step, iteration, self._session, self._all_modules(step))
+
+        is_set_up_again = False
         with self._session.engine.capture_stream(), step.optimizers.on_device():
             iteration.static.load(batch)
-            if iteration.num_eager + 1 < self._warmup_of(step):
-                result = step.function(iteration.static.arguments)
+            if step.fills_gradients and torch.is_grad_enabled():
+                parameters = step.optimizers.parameters()
+                result, is_set_up_again = self._leaf_streams.run(run, self._all_modules(step), parameters)
             else:
-                result = self._watch(step, iteration)
+                # Collectives hold memory for longer than their call.
+                has_wrapper = is_wrapped(with_children(step.modules), self._session.device)
+                lane = "" if has_wrapper else self._lane_of(step)
+                result = self._session.engine.run_on_pool(run, lane=lane, copied=copies_of)
             result = iteration.static.copied_out(result)
         iteration.num_eager += 1
-        return result
-
-    def _watch(self, step: Step, iteration: _Iteration) -> Any:
-        """Run the step for real, and learn what a capture of it has to know."""
-        modules = self._all_modules(step)
-        places = step.reads(iteration.static.arguments)
-        attributes = Attributes(with_children(step.modules), places=places)
-        flags = [module.training for module in modules]
-        versions = iteration.static.versions()
-        before = iteration.gradients.before(modules, step.optimizers.parameters())
-        result, observation = self._session.watch_run(lambda: step.function(iteration.static.arguments))
-        tensors, iteration.structure = flatten(result)
-        iteration.gradients.learn(before, observation)
-        where = f"{step.stage}, the captured function"
-        iteration.refusal = None
-        if iteration.static.versions() != versions:
-            iteration.refusal = refused(where, *WRITES)
-        elif [module.training for module in modules] != flags:
-            iteration.refusal = refused(where, *SETS_FLAGS)
-        elif any(tensor.requires_grad for tensor in tensors) and not iteration.gradients.are_filled():
-            iteration.refusal = refused(where, *RETURNS_LOSS)
-        else:
-            try:
-                attributes.refuse_changes(where, observation.externals, may_leave_losses=True)
-            except CaptureError as error:
-                iteration.refusal = error
-        observation.forget_storages(
-            torch_private.storage_key(home.tensor) for home in self._session.gradient_homes.values()
-        )
-        iteration.observation = observation
+        if iteration.attributes is not None:
+            modules = self._all_modules(step) if iteration.gradients.are_filled() else ()
+            leaves = (p for module in modules for p in module._parameters.values() if p is not None)
+            iteration.last_run = LastRun(iteration.attributes.again(), step.optimizers, leaves)
+            iteration.attributes = None
+        if is_set_up_again:
+            for each in self._iterations.values():
+                if each.graph is None:
+                    each.num_eager, each.why_eager = 0, SET_UP_AGAIN
         return result
 
     # ----- capture and replay
 
-    def _capture(self, step: Step, iteration: _Iteration, stats: RegionStats) -> _Graph:
+    def _capture(self, step: Step, iteration: Iteration, stats: RegionStats) -> Captured:
         where = f"{stats.name}, the captured function"
         step.optimizers.require_capturable(where)
         if iteration.refusal is not None:
@@ -429,17 +389,19 @@ class IterationGraphs:
             watched.put_back()
             before.put_back()
             gradients.forget()
-            if not isinstance(error, CaptureError) or not has_wrapper(modules, self._session.device):
+            if not isinstance(error, CaptureError) or not is_wrapped(modules, self._session.device):
                 raise
-            raise told_of_wrapper(error) from error
+            raise told_of_wrapper(error, self._leaf_streams.problem) from error
         attributes.ignore_changed()
-        now = self._session.watch(step.modules, observation.leaves)
-        return _Graph(recording, structure, tensors, now, attributes, step.optimizers.noted())
+        # What gives no gradients computes the same whichever parameters are frozen.
+        is_evaluation = iteration.last_run is not None and not gradients.are_filled() and not len(step.optimizers)
+        now = self._session.watch(step.modules, observation.leaves, may_be_frozen=is_evaluation)
+        return Captured(recording, structure, tensors, now, attributes, step.optimizers.noted())
 
     def _record(
         self,
         step: Step,
-        iteration: _Iteration,
+        iteration: Iteration,
         stats: RegionStats,
         observation: Observation,
         leaves: Sequence[Tensor],
@@ -452,13 +414,12 @@ class IterationGraphs:
             iteration.gradients.collect()
             return flatten(result)
 
-        lane = _LANE if self._use_single_mempool else (_LANE, step.stage)
         while True:
             iteration.gradients.ready(leaves, where)
             try:
                 untimed = torch_private.no_data_parallel_timings(self._all_modules(step))
                 with step.optimizers.captured(where), untimed:
-                    recording = self._session.capture(stats, run, observation=observation, lane=lane)
+                    recording = self._session.capture(stats, run, observation=observation, lane=self._lane_of(step))
                 problem = iteration.gradients.problem()
                 if problem is None:
                     iteration.gradients.keep()
@@ -470,7 +431,7 @@ class IterationGraphs:
                 raise problem
             iteration.gradients.forget()
 
-    def _replay(self, iteration: _Iteration, graph: _Graph, tensors: list[Tensor], stats: RegionStats) -> Any:
+    def _replay(self, iteration: Iteration, graph: Captured, tensors: list[Tensor], stats: RegionStats) -> Any:
         # The copies run while the host checks; should it refuse, they have changed nothing but the graph's own inputs.
         iteration.static.load_tensors(tensors)
         verify(graph.watched, f"{stats.name}, before replay")

@@ -52,7 +52,7 @@ def parts_not_captured(modules: Sequence[Named], places: Sequence[Place], where:
     return None
 
 
-def has_wrapper(modules: Sequence[Named], device: torch.device) -> bool:
+def is_wrapped(modules: Sequence[Named], device: torch.device) -> bool:
     """True if DistributedDataParallel is a part of the step, and there are streams it may have been built on."""
     return device.type == "cuda" and any(isinstance(module, DistributedDataParallel) for _, module in modules)
 
@@ -63,12 +63,20 @@ def least_warmup(modules: Sequence[Named], device: torch.device) -> int:
     In its first ten forwards DistributedDataParallel waits for timings on the host (torch's notes on CUDA graphs ask
     for eleven eager iterations).
     """
-    return WARMUP_OF_WRAPPER if has_wrapper(with_children(modules), device) else 0
+    return WARMUP_OF_WRAPPER if is_wrapped(with_children(modules), device) else 0
 
 
-def told_of_wrapper(error: CaptureError) -> CaptureError:
-    """The same error, with a word about DistributedDataParallel."""
-    what = f"{error.what} (the step has DistributedDataParallel, whose streams are those on which it was built)"
+def told_of_wrapper(error: CaptureError, problem: str | None) -> CaptureError:
+    """The same error, with a word about DistributedDataParallel.
+
+    Args:
+        error: of the capture.
+        problem: why it could not be set up again on the stream of the capture, if that was tried.
+    """
+    about = (
+        f"which could not be set up again on the stream of the capture: {problem}" if problem else "which may be why"
+    )
+    what = f"{error.what} (the step has DistributedDataParallel, {about})"
     return CaptureError(what, where=error.where, fix=f"{error.fix}; {_BUILD_IT_THERE}")
 
 
@@ -99,7 +107,7 @@ _CLOSE_THEM: Final = (
 )
 _BUILD_IT_THERE: Final = (
     "or build DistributedDataParallel on the stream of the capture: session = GraphSession(device), then with "
-    "session.engine.capture_stream(): DistributedDataParallel(model), and give session="
+    "session.engine.capture_stream(): DistributedDataParallel(model), and give session=session"
 )
 _CALL_WHAT_IS_INSIDE: Final = (
     "call the plain function in the step (step.__wrapped__ of what graph_step has wrapped, optimizer.step() in place "

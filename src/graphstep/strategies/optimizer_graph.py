@@ -12,7 +12,8 @@ from graphstep.capture.places import Place
 from graphstep.capture.report import CaptureReport
 from graphstep.capture.session import GraphSession
 from graphstep.config.switches import CapturePolicy
-from graphstep.strategies.iteration_graphs import IterationGraphs, Step
+from graphstep.strategies.iteration_graphs import IterationGraphs
+from graphstep.strategies.iteration_state import Step
 from graphstep.strategies.optimizers_inside import OptimizersInside
 from graphstep.strategies.step_reads import StepReads
 
@@ -22,10 +23,11 @@ STAGE = "optimizer"
 class OptimizerGraph:
     """Runs an optimizer's step eagerly for the first calls, and as one graph launch from then on.
 
-    Learning rates are read from ``param_groups`` before each replay; another number that changes has the step captured
-    anew. State that is loaded, parameters that are added, and gradients that are there or not are noticed. The graph
-    reads gradients where they were at its capture: one that lies elsewhere is copied there, which costs a pass over it,
-    and does not happen with ``zero_grad(set_to_none=False)`` or with gradients that graphs of this library fill.
+    Learning rates, and the weight decay of AdamW, are read from ``param_groups`` before each replay; another number
+    that changes has the step captured anew. State that is loaded, parameters that are added, and gradients that are
+    there or not are noticed. The graph reads gradients where they were at its capture: one that lies elsewhere is
+    copied there, which costs a pass over it, and does not happen with ``zero_grad(set_to_none=False)`` or with
+    gradients that graphs of this library fill.
 
     Args:
         optimizer: needs ``fused=True`` or ``capturable=True``, since a graph reads nothing back.

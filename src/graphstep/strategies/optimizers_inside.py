@@ -16,15 +16,16 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from graphstep.errors import CaptureError
+from graphstep.strategies.decays_inside import DecaysInside
 
 
 class OptimizersInside:
     """The optimizers of one captured step.
 
     Their learning rates live on the device while the step runs, as fp32, so that a graph follows a schedule: whatever
-    ``param_groups[i]["lr"]`` is before a replay is what the replay uses. All other numbers are part of the graph; when
-    one has changed, :meth:`refresh` names it, and the graph has to be captured anew. Outside of the step, the groups
-    hold what the user has put there.
+    ``param_groups[i]["lr"]`` is before a replay is what the replay uses. So does weight decay where
+    :class:`DecaysInside` can do it. All other numbers are part of the graph; when one has changed, :meth:`refresh`
+    names it, and the graph has to be captured anew. Outside of the step, the groups hold what the user has put there.
 
     Args:
         optimizers: none of them may be used by two of these at once.
@@ -43,6 +44,7 @@ class OptimizersInside:
         self._ways: list[Any] = []
         self._scheduled: list[dict[str, Any]] = []
         """Groups whose rate a run has set."""
+        self._decays = DecaysInside(self._optimizers, device)
 
     def __len__(self) -> int:
         return len(self._optimizers)
@@ -68,13 +70,14 @@ class OptimizersInside:
 
     @contextmanager
     def on_device(self) -> Iterator[None]:
-        """Have the learning rates on the device for the body.
+        """Have the learning rates and weight decays on the device for the body.
 
         A rate that the body sets, as a scheduler does, stays set, and :meth:`require_capturable` refuses from then on.
         """
         put = self._put_rates()
         try:
-            yield
+            with self._decays.on_device():
+                yield
         finally:
             for group, number, rate, version in put:
                 now = group["lr"]
@@ -103,6 +106,7 @@ class OptimizersInside:
     def noted(self) -> OptimizersInside:
         """Note, just after a capture, what its replays depend on. Each graph has a note of its own."""
         made = copy.copy(self)  # The rates on the device are shared.
+        made._decays = self._decays.noted()
         made._numbers = [_numbers_of(group) for group in self._groups()]
         made._members, made._ways = self._all_members(), self._all_ways()
         made._states = [state for optimizer in self._optimizers for state in optimizer.state.values()]
@@ -125,17 +129,25 @@ class OptimizersInside:
         return []
 
     def refresh(self) -> list[str]:
-        """Before a replay: write changed learning rates to the device; names other numbers that have changed."""
+        """Before a replay: write numbers that the graph follows to the device; names others that have changed."""
         now = [_numbers_of(group) for group in self._groups()]
-        changed = [
-            str(key)
-            for before, after in zip(self._numbers, now, strict=True)
-            for key in {*before, *after}
-            if before.get(key) != after.get(key)
-        ]
+        if now == self._numbers:
+            self._write_rates()
+            self._decays.write()
+            return []
+        changed = set()
+        places = [(optimizer, index) for optimizer in self._optimizers for index in range(len(optimizer.param_groups))]
+        for (optimizer, index), before, after in zip(places, self._numbers, now, strict=True):
+            names = {str(key) for key in {*before, *after} if before.get(key) != after.get(key)}
+            if _DECAY in names and self._decays.follows(optimizer, index):
+                names.remove(_DECAY)
+            elif _DECAY in names:
+                self._decays.has_changed(optimizer, index)
+            changed |= names
         if not changed:
             self._write_rates()
-        return sorted(set(changed))
+            self._decays.write()
+        return sorted(changed)
 
     def _refuse_schedulers(self, where: str) -> None:
         if self._scheduled:
@@ -208,6 +220,7 @@ def _numbers_of(group: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+_DECAY = "weight_decay"
 _NOT_FIXED = frozenset({"params", "initial_lr", "capturable"})
 
 

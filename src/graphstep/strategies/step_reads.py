@@ -20,6 +20,7 @@ from graphstep.capture.places import GONE, Place
 
 _NOT_FOLLOWED: Final = OF_LIBRARIES | {"graphstep"}
 _CONTAINERS: Final = (list, dict, set, deque)
+_FILLS: Final = frozenset({"append", "appendleft", "extend", "add"})
 _MOST_FUNCTIONS: Final = 500
 _LOADS: Final = {
     "LOAD_FAST": "local",
@@ -163,7 +164,7 @@ class StepReads:
                 self._walk(f"{path}.{attributes[0]}", vars(value), attributes[0], attributes[1:])
             return
         if isinstance(value, _CONTAINERS):  # A method of it is called.
-            self._use(path, owner, key, value)
+            self._use(path, owner, key, value, is_read=attributes[0] not in _FILLS)
             return
         if value is GONE or _is_plain(value) or isinstance(value, FunctionType | MethodType):
             self._use(path, owner, key, value)
@@ -212,7 +213,7 @@ class StepReads:
             elif isinstance(each, FunctionType):
                 self._follow(each, bound, path)
 
-    def _use(self, path: str, owner: Any, key: str, value: Any) -> None:
+    def _use(self, path: str, owner: Any, key: str, value: Any, *, is_read: bool = True) -> None:
         """A value that the code uses as a whole."""
         if value is GONE or isinstance(value, ModuleType):
             return
@@ -222,21 +223,21 @@ class StepReads:
             self.add_modules([value])
         is_function = isinstance(value, FunctionType | MethodType | functools.partial | type)
         is_whole = not is_function and not _is_ours(value) and not isinstance(value, Optimizer | LRScheduler)
-        self._note(path, owner, key, is_whole=is_whole)
+        self._note(path, owner, key, is_whole=is_whole, is_read=is_read)
         if callable(value):
             self._follow(value, path="" if isinstance(value, MethodType) else path)
 
-    def _note(self, path: str, owner: Any, key: str, *, is_whole: bool) -> None:
+    def _note(self, path: str, owner: Any, key: str, *, is_whole: bool, is_read: bool = True) -> None:
         known = self._places.get((id(owner), key))
         if known is not None:
-            if is_whole and not known.is_whole:
-                self._places[id(owner), key] = Place(known.path, owner, key, True)
+            is_whole, is_read = is_whole or known.is_whole, is_read or known.is_read
+            self._places[id(owner), key] = known._replace(is_whole=is_whole, is_read=is_read)
             return
         unique, number = path, 2
         while unique in self._paths:
             unique, number = f"{path} ({number})", number + 1
         self._paths.add(unique)
-        self._places[id(owner), key] = Place(unique, owner, key, is_whole)
+        self._places[id(owner), key] = Place(unique, owner, key, is_whole, is_read)
 
 
 def _chains(code: CodeType) -> Iterator[Chain]:

@@ -1,0 +1,52 @@
+"""The eager run of a step that shows what a capture of it has to know."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+
+from graphstep.capture.attributes import Attributes
+from graphstep.capture.session import GraphSession
+from graphstep.capture.tree import flatten
+from graphstep.engine import torch_private
+from graphstep.errors import CaptureError
+from graphstep.strategies.iteration_refusals import RETURNS_LOSS, SETS_FLAGS, WRITES, refused, with_children
+from graphstep.strategies.iteration_state import Iteration, Step
+
+
+def watched_run(step: Step, iteration: Iteration, session: GraphSession, modules: Sequence[nn.Module]) -> Any:
+    """Run the step for real, and note in ``iteration`` what was seen.
+
+    Args:
+        step: what runs, on the static inputs.
+        iteration: the key.
+        session: of the graphs.
+        modules: all modules of the step.
+    """
+    places = step.reads(iteration.static.arguments)
+    attributes = iteration.attributes = Attributes(with_children(step.modules), places=places)
+    flags = [module.training for module in modules]
+    versions = iteration.static.versions()
+    before = iteration.gradients.before(modules, step.optimizers.parameters())
+    result, observation = session.watch_run(lambda: step.function(iteration.static.arguments))
+    tensors, iteration.structure = flatten(result)
+    iteration.gradients.learn(before, observation)
+    where = f"{step.stage}, the captured function"
+    iteration.refusal = None
+    if iteration.static.versions() != versions:
+        iteration.refusal = refused(where, *WRITES)
+    elif [module.training for module in modules] != flags:
+        iteration.refusal = refused(where, *SETS_FLAGS)
+    elif any(tensor.requires_grad for tensor in tensors) and not iteration.gradients.are_filled():
+        iteration.refusal = refused(where, *RETURNS_LOSS)
+    else:
+        try:
+            is_first = iteration.num_eager == 0
+            attributes.refuse_changes(where, observation.externals, may_leave_losses=True, may_fill=is_first)
+        except CaptureError as error:
+            iteration.refusal = error
+    observation.forget_storages(torch_private.storage_key(home.tensor) for home in session.gradient_homes.values())
+    iteration.observation = observation
+    return result
