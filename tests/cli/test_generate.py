@@ -7,6 +7,7 @@ import json
 import shlex
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,11 @@ import torch
 from tests.inference.hugging_face import build, save, write_tokenizer
 
 from graphstep.cli.generate_options import read_generate_options
+from graphstep.cli.loaded_engine import memory_needed
 from graphstep.cli.main import main
+from graphstep.cli.serve_options import read_serve_options
 from graphstep.config import InferenceCudaGraphScope
-from graphstep.errors import ConfigError
+from graphstep.errors import ConfigError, UserInputError
 
 SMALL = shlex.split(
     "--inference-dynamic-batching-max-requests 2 --inference-dynamic-batching-max-tokens 16 "
@@ -73,6 +76,21 @@ def test_graphs_give_the_same_text_and_are_counted(scope: str, checkpoint: Path,
     assert table["prompts"] == "2, 11 tokens"
     assert "tokens/s" in table["generated"]
     assert table["generated"].startswith("18 tokens in")
+
+
+def test_places_and_shapes_are_for_the_prompts_there_are(checkpoint: Path, capsys: Output) -> None:
+    words = ["generate", "--model", str(checkpoint), "--device", "cpu", "--max-new-tokens", "5", "--ignore-eos"]
+    words += ["--cuda-graph-impl", "local", "--inference-cuda-graph-scope", "block"]
+    tables = []
+    for more in (["--prompt", "one"], ["--prompt", "one", "--lazy-cuda-graphs"], ["--prompt", "one", "two", "three"]):
+        assert main([*words, *more]) == 0
+        tables.append(rows(capsys.readouterr().err))
+    assert tables[0]["graphs"].startswith("6 of 6 shapes")
+    assert tables[1]["graphs"].startswith("2 of 6 shapes"), "the prompt, and one token at a time"
+    assert tables[2]["graphs"].startswith("22 of 22 shapes")
+    assert tables[0]["graph memory"].endswith("MiB")
+    assert tables[0]["cache"].startswith("2 blocks of 256 tokens")
+    assert all(table["graph hits"].startswith("5 of 5 steps") for table in tables)
 
 
 def test_text_of_one_prompt_alone(llama: Path, capsys: Output) -> None:
@@ -137,6 +155,27 @@ def test_prompts_of_a_file_and_of_standard_input(
         assert as_json(checkpoint, capsys, *words, *source) == of_file
 
 
+def test_seeds_go_on_at_the_first_behind_the_last(checkpoint: Path, capsys: Output) -> None:
+    words = ("--max-new-tokens", "8", "--ignore-eos", "--prompt", "same")
+    both = as_json(checkpoint, capsys, *words, "same", "--seed", str(2**63 - 1))
+    assert as_json(checkpoint, capsys, *words, "--seed", str(2**63 - 1)) == both[:1]
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "utf-8"])
+def test_prompts_that_cannot_be_written(
+    encoding: str, llama: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Letters that the terminal does not have, and bytes of a command line that are no text."""
+    for folder in (llama, checkpoint):
+        content = io.BytesIO()
+        monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(content, encoding=encoding))
+        generate(folder, "--prompt", "naïve", "\udcff", "--max-new-tokens", "2")
+        sys.stdout.flush()
+        said = content.getvalue().decode(encoding)
+        assert ("naïve" if encoding == "utf-8" else "na?ve") in said
+        assert ">>> ?\n" in said
+
+
 def message(capsys: Output) -> str:
     shown = capsys.readouterr()
     assert shown.out == ""
@@ -159,6 +198,24 @@ def message(capsys: Output) -> str:
 def test_bad_input_is_one_message(argv: str, what: str, checkpoint: Path, capsys: Output) -> None:
     generate(checkpoint, *shlex.split(argv), code=2)
     assert what in message(capsys)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError(),
+        RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried\nmore"),
+        ValueError("array is too big"),
+    ],
+)
+def test_too_little_memory_is_one_message(error: Exception) -> None:
+    with pytest.raises(UserInputError, match="not enough memory for this model and cache"), memory_needed():
+        raise error
+
+
+def test_other_errors_are_not_about_memory() -> None:
+    with pytest.raises(ValueError, match="another"), memory_needed():
+        raise ValueError("another")
 
 
 def test_a_folder_that_is_not_there(capsys: Output) -> None:
@@ -201,6 +258,7 @@ def test_logits_that_are_not_finite(capsys: Output, tmp_path: Path) -> None:
         ("--model x --lr 1", "graphstep generate --help"),
         ("--model x --inference-cuda-graph-scope block", "local makes inference graphs"),
         ("--model x --max-new-tokens 0", "above 0"),
+        ("--model x --temperature 1e300", "--temperature must be 0 to 1e+06"),
     ],
 )
 def test_options_that_cannot_be(argv: str, what: str) -> None:
@@ -222,6 +280,15 @@ def test_what_is_captured(argv: str, scope: str, is_required: bool) -> None:
     options = read_generate_options(["--model", "x", *shlex.split(argv)], {})
     assert options.scope is InferenceCudaGraphScope(scope)
     assert options.is_required is is_required
+
+
+@pytest.mark.parametrize("read", [read_generate_options, read_serve_options])
+def test_laziness_without_graphs_is_noticed(read: Callable[..., Any]) -> None:
+    words = ["--model", "x", "--lazy-cuda-graphs"]
+    assert [notice.code for notice in read(words, {}).notices] == ["lazy-without-graphs"]
+    options = read([*words, "--cuda-graph-impl", "local"], {})
+    assert not options.notices
+    assert options.lazy_cuda_graphs
 
 
 def test_wrong_options_are_answered_before_torch_is_loaded() -> None:

@@ -22,7 +22,7 @@ SMALLER = {
 def test_the_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
     number, expected = run_blocks("inference.md")
     assert capsys.readouterr().out.splitlines() == expected
-    assert number == 1
+    assert number == 2
 
 
 def test_the_commands_run(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -300,3 +300,39 @@ def test_libraries_are_told_that_this_is_a_capture_but_optimizers_are_not() -> N
 
     graphstep.diagnose(step, batches())
     assert told == {"forward": True, "step": False}
+
+
+class Settling(nn.Module):
+    """Changes once more after its first call, as DistributedDataParallel does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.num_seen = nn.Linear(4, 4), 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.num_seen = min(self.num_seen + 1, 2)
+        return self.layer(x)
+
+
+def test_what_settles_is_none() -> None:
+    assert codes(graphstep.diagnose(Settling(), batches())) == []
+
+
+def test_data_parallel_training(tmp_path: Path) -> None:
+    dist = torch.distributed
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/meet", rank=0, world_size=1)
+    try:
+        model = nn.parallel.DistributedDataParallel(nn.Linear(4, 4))
+
+        def step(x: torch.Tensor) -> None:
+            model(x).sum().backward()
+
+        def waits(x: torch.Tensor) -> None:
+            model(x).sum().backward()
+            dist.barrier()
+
+        assert codes(graphstep.diagnose(step, batches())) == []
+        (finding,) = graphstep.diagnose(waits, batches()).findings
+        assert (finding.code, finding.where.text) == ("GS-H010", "dist.barrier()")
+    finally:
+        dist.destroy_process_group()

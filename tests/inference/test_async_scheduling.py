@@ -66,7 +66,7 @@ def test_every_step_gives_the_same(kind: str, scope: str, device: torch.device) 
             found, outputs = ahead.step(), waiting.step()
             assert plain(found) == plain(outputs)
             # A request that has ended is part of one more step, and sums may be rounded by the size of the batch.
-            assert logprobs(found) == pytest.approx(logprobs(outputs), abs=1e-5)
+            assert logprobs(found) == pytest.approx(logprobs(outputs), abs=1e-4)
             reasons.update(output.finish_reason for output in outputs)
         assert reasons[FinishReason.STOP] == 2
         assert not ahead.has_work

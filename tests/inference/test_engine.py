@@ -10,7 +10,8 @@ from graphstep.inference.engine import DynamicEngine
 from graphstep.inference.requests import Request, SamplingParams
 from graphstep.models import GPTModel
 
-KINDS = ("llama", "moe", "hybrid")
+KINDS = ("gpt", "moe", "hybrid")
+"""Models of Hugging Face, Llama among them, take part in test_hugging_face_tokens.py."""
 SCOPES = ("none", "layer", "block")
 
 
@@ -70,12 +71,14 @@ class TestTokens:
 
 @pytest.mark.parametrize("how", ["greedy", "seeded"])
 @pytest.mark.parametrize("scope", SCOPES)
-@pytest.mark.parametrize("kind", ["llama", "moe"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_tokens_of_requests_with_known_prefixes(kind: str, scope: str, how: str, device: torch.device) -> None:
     model = build_model(kind, device)
     with build_engine(model, scope, max_tokens=32) as engine:
         (shared,) = prompts(9)
         each = [shared + tail for tail in prompts(1, 4, 6, seed=5)]
         requests = engine.generate(each[:1], settings(how, 4)) + engine.generate(each, settings(how, 5, 4, 6))
-        assert engine.counts.cached_tokens >= 3 * 8
+        # Blocks do not hold recurrent states: there, every prompt is computed as a whole.
+        assert engine.counts.cached_tokens >= 3 * 8 or kind == "hybrid"
+        assert engine.counts.cached_tokens == 0 or kind != "hybrid"
         check(model, engine, requests)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -49,6 +50,15 @@ class TestRequests:
             with pytest.raises(RequestError, match="prompt has no tokens"):
                 engine.generate([[1, 2], []], greedy(3))
             assert not engine.has_work
+
+    def test_of_another_engine_are_not_cancelled(self) -> None:
+        with build_engine(build_model("llama")) as one, build_engine(build_model("llama")) as other:
+            running, waiting = *started(one)[:1], one.add_request([1], greedy(2))
+            for request in (running, waiting):
+                with pytest.raises(LifecycleError, match="belongs to another engine"):
+                    other.cancel(request)
+            finish(one)
+            assert running.finish_reason is FinishReason.LENGTH
 
     def test_settings_are_one_or_as_many_as_prompts(self) -> None:
         with build_engine(build_model("llama")) as engine, pytest.raises(InputMismatchError, match="2 prompts and 1"):
@@ -192,9 +202,22 @@ class TestNewWeights:
         model = build_model("llama")
         with build_engine(model) as engine:
             before = {name: value.clone() for name, value in model.state_dict().items()}
-            weights = {"embedding.weight": torch.ones(40, 32), "nothing": torch.ones(1), "head.weight": torch.ones(2)}
-            with pytest.raises(InputMismatchError, match=r"(?s)nothing: unknown.*head\.weight: expected \(40, 32\)"):
+            weights: dict[str, Any] = {
+                "embedding.weight": torch.ones(40, 32),
+                "nothing": torch.ones(1),
+                "head.weight": torch.ones(2),
+                "head.norm.weight": torch.ones(32, dtype=torch.int64),
+                "layers.0.mlp_norm.weight": [1.0] * 32,
+            }
+            with pytest.raises(InputMismatchError) as caught:
                 engine.update_weights(weights)
+            for what in (
+                "nothing: unknown",
+                "head.weight: expected (40, 32), got (2,)",
+                "head.norm.weight: expected torch.float32 or another floating type, got torch.int64",
+                "layers.0.mlp_norm.weight: expected a tensor, got list",
+            ):
+                assert what in str(caught.value)
             assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
 
     @pytest.mark.parametrize("mode", CacheMode)
@@ -257,6 +280,19 @@ class TestLife:
         for use in (engine.step, engine.suspend, engine.resume, lambda: engine.add_request([1])):
             with pytest.raises(LifecycleError):
                 use()
+
+    @pytest.mark.parametrize("is_suspended", [False, True])
+    def test_closing_ends_what_is_not_finished(self, is_suspended: bool) -> None:
+        engine = build_engine(build_model("llama"), max_requests=2)
+        requests = [*started(engine), engine.add_request([1, 2], greedy(3))]
+        stream = engine.stream([5], greedy(3))
+        if is_suspended:
+            engine.suspend(CacheMode.OFFLOAD)
+        engine.close()
+        assert {request.finish_reason for request in requests} == {FinishReason.CANCELLED}
+        assert [output.finish_reason for output in stream] == [FinishReason.CANCELLED]
+        assert engine.blocks.num_available == engine.blocks.capacity
+        assert not engine.has_work
 
     def test_training_goes_on_beside_an_engine(self, device: torch.device) -> None:
         """Generating leaves no gradient, no random number and no buffer behind."""

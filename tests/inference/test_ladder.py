@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -48,6 +49,32 @@ def limits(max_requests: int = 256, max_tokens: int = 2048, **others: Any) -> Ba
 def test_token_counts(distribution: str, num_graphs: int, ceiling: int, multiple: int, expected: list[int]) -> None:
     unlimited = limits(multiple * 1000, multiple * 1000, token_multiple=multiple)
     assert list(token_counts(options(distribution), unlimited, num_graphs, ceiling)) == expected
+
+
+def counts_by_the_rule(num_graphs: int, ceiling: int, multiple: int) -> list[int]:
+    """Halve up to N times, round down to even (2 at least) and up to the multiple; drop the second smallest."""
+    number = max(4, math.floor(math.log2(ceiling)) + 2) if num_graphs == -1 else num_graphs
+    top = ceiling // multiple * multiple
+    if number == 1:
+        return [top]
+    counts, size = {top, multiple}, ceiling
+    for _ in range(number):
+        counts.add(-(-max(size // 2 * 2, 2) // multiple) * multiple)
+        size //= 2
+        if size == 0:
+            break
+    left = sorted((count for count in counts if count <= top), reverse=True)
+    while len(left) > number:
+        del left[-2]
+    return left
+
+
+@given(st.sampled_from([-1, *range(1, 20)]), st.integers(1, 3000), st.integers(1, 8))
+def test_exponential_counts_follow_the_rule(num_graphs: int, ceiling: int, multiple: int) -> None:
+    ceiling = max(ceiling, multiple)
+    unlimited = limits(multiple * 5000, multiple * 5000, token_multiple=multiple)
+    found = token_counts(options(), unlimited, num_graphs, ceiling)
+    assert list(found) == counts_by_the_rule(num_graphs, ceiling, multiple)
 
 
 def test_automatic_linear_counts_grow_in_steps() -> None:

@@ -121,7 +121,7 @@ def test_everything_that_is_not_supported_is_in_one_error(tmp_path: Path) -> Non
     changed(
         tmp_path,
         sliding_window=16,
-        rope_parameters={"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4},
+        rope_parameters={"rope_type": "longrope", "factor": 4.0, "rope_theta": 1e4},
         hidden_act="gelu",
         quantization_config={"bits": 4},
         attention_bias=True,
@@ -130,7 +130,7 @@ def test_everything_that_is_not_supported_is_in_one_error(tmp_path: Path) -> Non
         load_model(tmp_path)
     text = str(caught.value)
     assert len(caught.value.problems) == 5
-    assert all(word in text for word in ("window of 16", "yarn", "gelu", "quantised", "attention_bias"))
+    assert all(word in text for word in ("window of 16", "longrope", "gelu", "quantised", "attention_bias"))
     assert {problem.where for problem in caught.value.problems} == {str(tmp_path / "config.json")}
 
 
@@ -151,7 +151,6 @@ def test_a_sliding_window_that_is_never_left(tmp_path: Path) -> None:
         ({"model_type": "mamba"}, "'mamba'"),
         ({"model_type": "left out"}, "None"),
         ({"hidden_size": "wide", "vocab_size": 0}, "vocab_size, hidden_size"),
-        ({"rope_parameters": "left out", "rope_scaling": {"type": "linear", "factor": 2}}, "linear"),
         ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "each type of layer"),
         ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "part of the channels"),
         ({"rope_parameters": [1]}, "rope_parameters"),

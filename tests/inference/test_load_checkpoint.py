@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from rich.console import Console
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tests.inference.generation import build_engine, reference
 
 from graphstep.config import from_argv
@@ -99,12 +99,24 @@ def rewritten(folder: Path, **changes: Any) -> None:
         ({"config": {"model": {"num_layers": -2}}}, "num-layers"),
         ({"config": {"model": {}, "moe": []}}, "no object"),
         ({"config": {"model": {"num_layers": 1}}}, "hidden_size|expected"),
+        ({"config": {"model": {}, "moe": {"moe_router_load_balancing_type": None}}}, "no such value"),
+        ({"config": {"model": {"num_layers": 2**31}}}, "2147483648 layers in the configuration"),
     ],
 )
 def test_a_damaged_state(changes: dict[str, Any], what: str, tmp_path: Path) -> None:
     train("gpt", tmp_path)
     rewritten(tmp_path, **changes)
     with pytest.raises(CheckpointError, match=what):
+        load_model(tmp_path)
+
+
+def test_weights_of_another_type(tmp_path: Path) -> None:
+    train("gpt", tmp_path)
+    path = tmp_path / "iter_0000002" / "model.safetensors"
+    weights = {name: tensor.clone() for name, tensor in load_file(path).items()}
+    name = next(name for name in weights if name.endswith("norm.weight"))
+    save_file({**weights, name: torch.ones(weights[name].shape, dtype=torch.int32)}, path)
+    with pytest.raises(CheckpointError, match=f"{name}: its type"):
         load_model(tmp_path)
 
 

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import logging
+from typing import Any
+
 import pytest
 import torch
 from tests.inference.generation import LONGEST, VOCABULARY, build_engine, build_model, greedy, prompts
 
-from graphstep.config import InferenceConfig
+from graphstep.config import InferenceConfig, InferenceCudaGraphScope
 from graphstep.errors import ConfigError
-from graphstep.inference.cache import CacheShape
+from graphstep.inference.cache import CacheShape, InferenceCache
 from graphstep.inference.engine import DynamicEngine
 from graphstep.inference.engine_config import EngineConfig
-from graphstep.inference.memory import MeasuredMemory, cache_blocks, measure_memory
+from graphstep.inference.memory import MeasuredMemory, measure_memory, plan_cache
 from graphstep.inference.metadata import StepMetadata
 
 
@@ -24,7 +27,7 @@ def blocks_for(**options: float | int | None) -> int:
     )
     config = EngineConfig(inference=inference, num_blocks=num_blocks)
     limits = config.limits(model, shape)
-    return cache_blocks(model, shape, config, limits, StepMetadata(limits, 4, "cpu"))
+    return plan_cache(model, shape, config, limits, StepMetadata(limits, 4, "cpu")).num_blocks
 
 
 def test_the_number_may_be_given() -> None:
@@ -61,6 +64,34 @@ def test_what_was_measured_is_what_graphs_take(scope: str) -> None:
         assert taken <= 2 * measured.graph_bytes
         engine.generate(prompts(3), greedy(2))
         torch.cuda.synchronize()
+
+
+def test_memory_is_said_in_lines_of_its_own() -> None:
+    assert MeasuredMemory(graph_bytes=int(1e9), step_bytes=int(5e8), free_bytes=int(1e10)).lines() == (
+        "memory of graphs: 1.000 GB",
+        "memory of the largest step without a graph: 0.500 GB",
+        "memory that is left for the cache: 8.300 GB of 10.000 GB",
+    )
+
+
+@pytest.mark.gpu
+def test_memory_of_graphs_is_reported_before_there_is_a_cache(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[list[str]] = []
+    build = InferenceCache.__init__
+
+    def watched(cache: InferenceCache, shape: CacheShape, num_blocks: int, *rest: Any) -> None:
+        said.append([record.getMessage() for record in caplog.records])
+        build(cache, shape, num_blocks, *rest)
+
+    monkeypatch.setattr(InferenceCache, "__init__", watched)
+    options = InferenceConfig(inference_dynamic_batching_block_size=4, inference_dynamic_batching_buffer_size_gb=0.01)
+    config = EngineConfig(inference=options, scope=InferenceCudaGraphScope.block)
+    with caplog.at_level(logging.INFO), DynamicEngine(build_model("llama", "cuda"), config) as engine:
+        assert any(line.startswith("memory of graphs: ") for line in said[-1])
+        assert engine.cache_plan.measured is not None
+        assert engine.cache_plan.measured.graph_bytes > 0
 
 
 @pytest.mark.parametrize("max_requests", [2, 7, 150])

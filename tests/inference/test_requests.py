@@ -6,9 +6,18 @@ from array import array
 from typing import Any
 
 import pytest
+import torch
 
 from graphstep.errors import RequestError
-from graphstep.inference.requests import SAMPLING_FORMAT, DrawNeeds, Request, SamplingParams, draw_key
+from graphstep.inference.requests import (
+    SAMPLING_FORMAT,
+    DrawNeeds,
+    Request,
+    SamplingParams,
+    draw_key,
+    later_seed,
+    token_array,
+)
 
 
 @pytest.mark.parametrize(
@@ -21,6 +30,7 @@ from graphstep.inference.requests import SAMPLING_FORMAT, DrawNeeds, Request, Sa
         ("temperature", math.nan),
         ("temperature", math.inf),
         ("temperature", "hot"),
+        ("temperature", 1e300),
         ("top_k", -1),
         ("top_p", 0.0),
         ("top_p", 1.1),
@@ -29,6 +39,9 @@ from graphstep.inference.requests import SAMPLING_FORMAT, DrawNeeds, Request, Sa
         ("logprobs", 21),
         ("logprobs", -1),
         ("stop_tokens", ("a",)),
+        ("stop_tokens", None),
+        ("stop_tokens", 3),
+        ("stop_tokens", "3"),
     ],
 )
 def test_settings_out_of_range(name: str, value: object) -> None:
@@ -73,6 +86,32 @@ def test_packed_settings() -> None:
     packed = SamplingParams(temperature=0.5, top_p=0.25, top_k=2**40, seed=-7).packed(3)
     assert struct.unpack(SAMPLING_FORMAT, packed) == (draw_key(-7), 0.5, 0.25, 2**31 - 1, 0)
     assert struct.unpack(SAMPLING_FORMAT, SamplingParams().packed(3)) == (draw_key(3), 1.0, 1.0, 0, 0)
+
+
+def test_a_temperature_that_devices_take_for_0_is_0() -> None:
+    """Dividing by what is no number of 32 bits would give logits that are not finite."""
+    for temperature in (5e-324, 1e-320, 1e-40):
+        assert struct.unpack(SAMPLING_FORMAT, SamplingParams(temperature=temperature).packed(3))[1] == 0
+    assert struct.unpack(SAMPLING_FORMAT, SamplingParams(temperature=1e6).packed(3))[1] == 1e6
+
+
+@pytest.mark.parametrize(
+    "prompt", [[1, 2], (1, 2), range(1, 3), array("q", [1, 2]), torch.tensor([1, 2]), torch.tensor([1, 2]).numpy()]
+)
+def test_prompts_of_any_kind(prompt: Any) -> None:
+    assert token_array(prompt) == array("i", [1, 2])
+
+
+@pytest.mark.parametrize("prompt", ["ab", b"ab", [1.5], ["a"], None, 3, [[1]], [2**31], [2**70], torch.ones(2, 2)])
+def test_prompts_that_are_no_tokens(prompt: Any) -> None:
+    with pytest.raises(RequestError) as caught:
+        token_array(prompt)
+    assert caught.value.problems[0].code == "request-tokens"
+
+
+def test_seeds_in_a_row() -> None:
+    assert [later_seed(2**63 - 2, number) for number in range(3)] == [2**63 - 2, 2**63 - 1, -(2**63)]
+    assert later_seed(-(2**63), 0) == -(2**63)
 
 
 def test_draw_keys_differ_and_are_signed() -> None:

@@ -77,6 +77,10 @@ def test_a_hybrid_has_graphs_for_decode_steps_alone() -> None:
     with build_engine(build_model("hybrid"), "block", captures_at_start=True) as engine:
         assert engine.runner.graphs
         assert all(graphs.bucket.is_decode_only for graphs in engine.runner.graphs)
+        assert engine.coverage() == [
+            "decode steps of 1 to 4 requests have graphs",
+            "steps with prefill have no graphs: they change recurrent states by their lengths",
+        ]
 
 
 @pytest.mark.gpu

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import socket
 import struct
@@ -9,7 +10,7 @@ import time
 from typing import Any
 
 import pytest
-from tests.server.serving import NAME, RunningServer, post, running, wait_for
+from tests.server.serving import KEY, NAME, RunningServer, post, running, wait_for
 
 LONG = {"model": NAME, "prompt": "x", "max_tokens": 90, "ignore_eos": True}
 
@@ -46,6 +47,50 @@ def test_what_is_no_http_is_refused(server: RunningServer, data: bytes) -> None:
     except ConnectionResetError:
         answer = b""
     assert answer == b"" or answer.split()[1] in (b"400", b"415")
+
+
+def test_body_of_two_lengths_is_one_to_nobody(server: RunningServer) -> None:
+    """A proxy that goes by the length would take what follows for the body; here it would be a request of its own."""
+    chunked = {"Transfer-Encoding": "chunked"}
+    with server.connect() as connection:
+        connection.sendall(post(b"0\r\n\r\nGET /health HTTP/1.1\r\nHost: x\r\n\r\n", **chunked))
+        answer = read_all(connection)
+    assert answer.count(b"HTTP/1.1 ") == 1
+    assert answer.startswith(b"HTTP/1.1 400")
+    assert b"not both" in answer
+
+
+@pytest.mark.parametrize(
+    ("origin", "status"),
+    [
+        ("http://evil.example", 403),
+        ("http://localhost.evil.example:8000", 403),
+        ("null", 403),
+        ("http://192.168.0.7", 403),
+        ("http://[::1", 403),
+        ("", 403),
+        ("http://localhost:3000", 200),
+        ("http://127.0.0.1:8000", 200),
+        ("http://[::1]:8000", 200),
+    ],
+)
+def test_pages_from_elsewhere_are_refused_without_a_key(server: RunningServer, origin: str, status: int) -> None:
+    """A page can make its own name mean this machine, and is then of the same origin to its browser."""
+    assert server.ask("POST", "/v1/completions", {"prompt": "x", "max_tokens": 1}, Origin=origin)[0] == status
+    assert server.ask("GET", "/v1/models", Origin=origin)[0] == status
+
+
+def test_key_lets_in_pages_from_elsewhere() -> None:
+    with running(api_key=KEY) as server:
+        headers = {"Origin": "https://ui.example", "Authorization": f"Bearer {KEY}"}
+        assert server.ask("POST", "/v1/completions", {"prompt": "x", "max_tokens": 1}, **headers)[0] == 200
+
+
+def test_packed_bodies_are_refused(server: RunningServer) -> None:
+    body = gzip.compress(b'{"prompt": "x"}')
+    status, answer = server.ask("POST", "/v1/completions", body, Content_Encoding="gzip")
+    assert (status, answer["error"]["code"]) == (415, "unsupported_encoding")
+    assert server.ask("POST", "/v1/completions", b'{"prompt": "x"}', Content_Encoding="identity")[0] == 200
 
 
 @pytest.mark.parametrize(

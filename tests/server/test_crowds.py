@@ -101,6 +101,22 @@ def test_connections_are_limited() -> None:
         assert wait_for(lambda: server.ask("GET", "/health")[0] == 200)
 
 
+@pytest.mark.parametrize("sent", [b"", b"GET /health HTTP/1.1\r\nX: ", post({"prompt": "x"})[:-3]])
+def test_half_sent_requests_do_not_keep_others_out(sent: bytes) -> None:
+    """All places are taken by clients that send no more; nobody closes these connections but the server."""
+    with running(max_connections=5, idle_seconds=1, body_seconds=1.0) as server:
+        held = [server.connect() for _ in range(5)]
+        try:
+            for connection in held:
+                connection.sendall(sent)
+            assert wait_for(lambda: len(server.server.server_state.connections) == 5)
+            assert server.ask("GET", "/health")[0] == 503
+            assert wait_for(lambda: server.ask("GET", "/health")[0] == 200, 5)
+        finally:
+            for connection in held:
+                connection.close()
+
+
 def test_requests_of_a_failed_step_get_an_error_and_the_next_ones_answers() -> None:
     with running() as server:
         server.slow.failures.append(RuntimeError("the device is on fire"))
@@ -135,3 +151,5 @@ def test_key_is_asked_for_everywhere_but_for_health() -> None:
         assert server.ask("POST", "/v1/completions", body, Authorization=f"bearer {KEY}")[0] == 200
         status, _ = server.ask("GET", "/v1/models", None, Authorization="Bearer \u00fc\u00e4")
         assert status == 401
+        lines = server.ask("GET", "/metrics", None, Authorization=f"Bearer {KEY}")[1].splitlines()
+        assert 'graphstep_http_requests_total{path="/v1/completions",status="401"} 5' in lines

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from tests.server.serving import RunningServer
+from tests.server.serving import NAME, RunningServer
 
 from graphstep.server.metrics import Histogram, Metrics
 
@@ -51,6 +51,39 @@ def test_numbers_are_those_of_the_requests(server: RunningServer) -> None:
     assert grown["request_seconds_count"] == 1
     assert grown["steps_total"] >= 6
     assert server.metric("cache_blocks_held") == 0
+
+
+def test_answers_are_counted_by_path_and_status(server: RunningServer) -> None:
+    def counts() -> dict[str, int]:
+        lines = server.ask("GET", "/metrics")[1].splitlines()
+        found = (re.fullmatch(r"graphstep_http_requests_total\{(.*)\} (\d+)", line) for line in lines)
+        return {each[1]: int(each[2]) for each in found if each is not None}
+
+    before = counts()
+    server.ask("GET", "/v1/models")
+    server.ask("GET", f"/v1/models/{NAME}")
+    server.ask("GET", "/v1/models/nothing")
+    server.ask("GET", "/health")
+    server.ask("DELETE", "/health")
+    for number in range(3):
+        server.ask("GET", f"/random/{number}")
+    server.ask("POST", "/v1/completions", b"{")
+    server.ask("POST", "/v1/chat/completions", b"{}", Content_Type="text/plain")
+    server.complete(n=2)
+    server.ask("GET", "/v1/completions")
+    after = counts()
+    assert {key: number - before.get(key, 0) for key, number in after.items() if number != before.get(key, 0)} == {
+        'path="/v1/models",status="200"': 2,
+        'path="/v1/models",status="404"': 1,
+        'path="/health",status="200"': 1,
+        'path="/health",status="405"': 1,
+        'path="/metrics",status="200"': 1,
+        'path="other",status="404"': 3,
+        'path="/v1/completions",status="400"': 1,
+        'path="/v1/completions",status="405"': 1,
+        'path="/v1/completions",status="200"': 1,
+        'path="/v1/chat/completions",status="415"': 1,
+    }
 
 
 def test_without_an_engine_its_numbers_are_missing() -> None:

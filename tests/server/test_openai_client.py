@@ -118,6 +118,21 @@ def test_logprobs(client: Any, server: RunningServer) -> None:
     assert [len(each.top_logprobs) for each in chat.choices[0].logprobs.content] == [2] * 4
 
 
+def test_bytes_of_tokens_that_are_parts_of_characters(client: Any, server: RunningServer) -> None:
+    """The tokens here are bytes; the most likely ones of a random model are often no character."""
+    tokens = server.engine.generate([list(b"hello")], greedy(40))[0].output_tokens
+    assert max(tokens) >= 0x80, "choose a prompt that leads to such bytes"
+    answer = client.completions.create(model=NAME, prompt="hello", max_tokens=40, temperature=0, logprobs=5)
+    logprobs = answer.choices[0].logprobs
+    names = [chr(token) if token < 0x80 else f"bytes:\\x{token:02x}" for token in tokens]
+    assert logprobs.tokens == names
+    assert [len(top) for top in logprobs.top_logprobs] == [5] * 40
+    messages = [{"role": "user", "content": "hello"}]
+    chat = client.chat.completions.create(model=NAME, messages=messages, max_tokens=40, temperature=0, logprobs=True)
+    data = b"".join(bytes(each.bytes) for each in chat.choices[0].logprobs.content)
+    assert data.decode("utf-8", "replace") == chat.choices[0].message.content
+
+
 def test_chat_in_the_plain_form(client: Any, server: RunningServer) -> None:
     messages = [{"role": "system", "content": "Be short."}, {"role": "user", "content": "Hi"}]
     wanted = expected(server, "system: Be short.\nuser: Hi\nassistant:", 10)

@@ -42,6 +42,26 @@ def test_running_requests_are_finished() -> None:
         raise AssertionError("somebody still listens")
 
 
+def test_waiting_requests_are_finished_too() -> None:
+    """Everything that was accepted is answered: what runs, what waits for a place, and streams."""
+    with running(shutdown_seconds=15) as server:
+        server.slow.seconds = 0.01
+        asked = [ask_beside(server, BODY | {"stream": number % 2 == 0, "n": 2}) for number in range(12)]
+        assert wait_for(lambda: server.metric("sequences_waiting") > 0)
+        assert wait_for(lambda: server.num_open == 12)
+        server.server.stop()
+        for thread, _ in asked:
+            thread.join(15)
+        answers = [answers[0] for _, answers in asked if answers]
+        assert [status for status, _ in answers] == [200] * 12
+        for number, (_, answer) in enumerate(answers):
+            if number % 2 == 0:
+                assert answer.rstrip().endswith("data: [DONE]")
+                assert answer.count('"finish_reason":"length"') == 2
+            else:
+                assert answer["usage"]["completion_tokens"] == 60
+
+
 def test_requests_that_take_too_long_are_told() -> None:
     with running(shutdown_seconds=1) as server:
         server.slow.seconds = 0.1

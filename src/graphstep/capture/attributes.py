@@ -439,6 +439,7 @@ def _is_same(mine: Any, theirs: Any) -> bool:
         return True
     if type(mine) is not type(theirs):
         return False
-    if isinstance(mine, tuple):
+    is_plain_list = isinstance(mine, list) and all(isinstance(element, PLAIN) for element in mine)
+    if isinstance(mine, tuple) or is_plain_list:  # Names of active adapters, say, made anew with the same content.
         return len(mine) == len(theirs) and all(map(_is_same, mine, theirs))
     return isinstance(mine, PLAIN) and bool(mine == theirs)

@@ -29,7 +29,7 @@ from graphstep.capture.lanes import Span
 from graphstep.capture.merged_backward import by_graph, handed_over, is_partial, recomputed, refuse_other_state
 from graphstep.capture.pending import Pending
 from graphstep.capture.read_ahead import ReadAhead
-from graphstep.engine import torch_private
+from graphstep.engine import compiled_part, torch_private
 from graphstep.errors import LifecycleError
 
 _is_inference: Final = Tensor.is_inference
@@ -448,4 +448,4 @@ class Replay(torch.autograd.Function):
         return (None, None, None, *run.backward(gradients), *([None] * run.num_landmarks), None)
 
 
-_apply: Final = torch_private.apply_of(Replay)
+_apply: Final = compiled_part.apply_of(Replay)

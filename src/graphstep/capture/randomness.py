@@ -55,8 +55,7 @@ class NoRandomness(torch_private.DispatchMode):
         self._region = region
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # The backward of an attention with dropout repeats its mask from a seed that the forward saved.
-        if torch.Tag.nondeterministic_seeded in func.tags and not func.name().partition(".")[0].endswith("_backward"):
+        if torch.Tag.nondeterministic_seeded in func.tags and _draws(func, args, kwargs or {}):
             raise CaptureError(
                 f"the backward of this region draws random numbers ({func.name()}): activation recompute with dropout, "
                 "which two recordings cannot do alike",
@@ -65,6 +64,18 @@ class NoRandomness(torch_private.DispatchMode):
                 "full_iteration",
             )
         return func(*args, **(kwargs or {}))
+
+
+def _draws(func: Any, args: Any, kwargs: Any) -> bool:
+    """False for what is tagged as random and is not in this call."""
+    if func.name().partition(".")[0].endswith("_backward"):
+        return False  # That of an attention with dropout repeats its mask from a seed that the forward saved.
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.name == "dropout_p":
+            return bool(
+                (args[position] if position < len(args) else kwargs.get(argument.name, argument.default_value)) > 0
+            )
+    return True
 
 
 def state_of(generator: Any) -> Any:

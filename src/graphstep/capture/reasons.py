@@ -43,6 +43,10 @@ class EagerReason(StrEnum):
         "The report lists what differs. Pad to the captured shape or drop the incomplete batch; or use "
         "on_mismatch='recapture', which captures a signature that comes back.",
     )
+    STATEFUL_ARGUMENT = (
+        "an argument is an object that the call may change",
+        "A graph would not change it again. Such is a cache of keys and values: pass use_cache=False in training.",
+    )
     MORE_IN_FLIGHT = (
         "more microbatches in flight than at capture",
         "Let the first step have the largest number of microbatches in flight, or run backwards earlier and let go of "

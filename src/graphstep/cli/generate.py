@@ -16,12 +16,19 @@ from rich.table import Table
 from rich.text import Text
 
 from graphstep.cli.generate_options import GenerateOptions
-from graphstep.cli.loaded_engine import device_of, engine_config, load, tokenizer_of
+from graphstep.cli.loaded_engine import (
+    device_of,
+    engine_config,
+    graph_and_cache_rows,
+    load,
+    memory_needed,
+    tokenizer_of,
+)
 from graphstep.config import InferenceCudaGraphScope
-from graphstep.errors import DataError, Problem, RequestError, UserInputError
+from graphstep.errors import DataError, Problem, RequestError
 from graphstep.inference.engine import DynamicEngine
 from graphstep.inference.load import LoadedModel
-from graphstep.inference.requests import FinishReason, SamplingParams
+from graphstep.inference.requests import FinishReason, SamplingParams, later_seed
 from graphstep.inference.streams import TokenStream
 from graphstep.inference.text import TextTokens
 
@@ -53,13 +60,8 @@ def run(options: GenerateOptions) -> int:
     """
     device = device_of(options)
     prompts = _prompts(options)
-    try:
+    with memory_needed():
         return _run(options, device, prompts)
-    except (MemoryError, torch.OutOfMemoryError) as error:
-        what = f"there is not enough memory for this model and cache: {str(error).splitlines()[0] or 'no memory left'}"
-        where = "--model, --inference-dynamic-batching-buffer-size-gb, --inference-dynamic-batching-max-tokens"
-        fix = "lower one of them, or use --dtype bfloat16"
-        raise UserInputError(Problem("out-of-memory", what, where, fix)) from error
 
 
 def _run(options: GenerateOptions, device: torch.device, prompts: Sequence[str]) -> int:
@@ -67,7 +69,8 @@ def _run(options: GenerateOptions, device: torch.device, prompts: Sequence[str])
     loaded = load(options, device)
     text = tokenizer_of(options, loaded)
     load_seconds = time.perf_counter() - started
-    with DynamicEngine(loaded.model, engine_config(options, loaded, text)) as engine:
+    config = engine_config(options, loaded, text, expected_requests=len(prompts))
+    with DynamicEngine(loaded.model, config) as engine:
         sampling = _sampling(options, len(prompts), loaded, text)
         result = _generate(engine, prompts, text, sampling, as_json=options.json)
         # Texts go to standard output, where a program may read them.
@@ -90,7 +93,7 @@ def _generate(
         started = time.perf_counter()
         for number, (prompt, stream, settings) in enumerate(zip(prompts, streams, sampling, strict=True)):
             if not as_json and len(prompts) > 1:
-                print(f"{'' if number == 0 else chr(10)}>>> {prompt}")
+                print(f"{'' if number == 0 else chr(10)}>>> {_writable(prompt)}")
             pieces = []
             for piece in _pieces(stream, text, settings):
                 if result.first_token_seconds is None:
@@ -159,7 +162,7 @@ def _sampling(
             temperature=options.temperature,
             top_k=options.top_k,
             top_p=options.top_p,
-            seed=options.seed + number,
+            seed=later_seed(options.seed, number),
             stop_tokens=stops,
         )
         for number in range(num_prompts)
@@ -192,7 +195,6 @@ def _writable(piece: str) -> str:
 def _table(engine: DynamicEngine, loaded: LoadedModel, result: _Result, num_prompts: int, load_seconds: float) -> Table:
     counts = engine.counts
     device, dtype = loaded.model.embedding.weight.device, loaded.model.embedding.weight.dtype
-    graphs = engine.runner.graphs
     rows = [
         ("model", f"{loaded.model.num_parameters():,} parameters, {str(dtype).removeprefix('torch.')} on {device}"),
         ("loaded", f"{loaded.folder} in {load_seconds:.2f} s"),
@@ -203,11 +205,8 @@ def _table(engine: DynamicEngine, loaded: LoadedModel, result: _Result, num_prom
             f"{result.num_tokens / max(result.seconds, 1e-9):.1f} tokens/s",
         ),
         ("graph hits", _hits(engine)),
+        *graph_and_cache_rows(engine),
     ]
-    if graphs:
-        seconds = sum(each.capture_seconds for each in graphs)
-        num_bytes = sum(each.pool_bytes for each in graphs)
-        rows.append(("graphs", f"{len(graphs)} shapes in {seconds:.2f} s, {num_bytes / 2**20:.1f} MiB"))
     if counts.preemptions:
         rows.append(("preempted", f"{counts.preemptions} times, for lack of blocks"))
     table = Table(title="graphstep generate", title_justify="left", show_header=False)
@@ -221,7 +220,7 @@ def _table(engine: DynamicEngine, loaded: LoadedModel, result: _Result, num_prom
 def _hits(engine: DynamicEngine) -> str:
     stats = engine.runner.step_stats
     if engine.config.scope is InferenceCudaGraphScope.none:
-        return f"none of {sum(stats.eager_calls.values())} steps: --cuda-graph-impl local makes graphs"
+        return f"none of {sum(stats.eager_calls.values())} steps"
     num_steps = stats.num_replays + sum(stats.eager_calls.values())
     text = f"{stats.num_replays} of {num_steps} steps ({100 * stats.num_replays / max(num_steps, 1):.0f} %)"
     reasons = ", ".join(f"{number}: {reason}" for reason, number in stats.eager_calls.items())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
@@ -15,6 +15,7 @@ from graphstep.config.options.option import integer, number, positive, text
 from graphstep.config.parsing import read_options
 from graphstep.config.validation import Notice
 from graphstep.errors import Problem
+from graphstep.inference.requests import MAX_TEMPERATURE
 
 DTYPES: Final = ("float32", "bfloat16", "float16")
 _GROUP = "generation"
@@ -131,6 +132,14 @@ _OWN: tuple[Option, ...] = (
         help="where to compute",
     ),
     Option(
+        dest="lazy_cuda_graphs",
+        flags=("--lazy-cuda-graphs",),
+        nargs=0,
+        default=False,
+        group=_GROUP,
+        help="capture a shape when a step first needs it, not all of them at the start",
+    ),
+    Option(
         dest="inference_max_seq_length",
         flags=("--inference-max-seq-length",),
         type=positive,
@@ -190,6 +199,7 @@ class GenerateOptions:
     dtype: str | None
     device: str | None
     inference_max_seq_length: int | None
+    lazy_cuda_graphs: bool
     async_scheduling: bool
     inference: InferenceConfig
     scope: InferenceCudaGraphScope
@@ -217,22 +227,30 @@ def read_generate_options(argv: Sequence[str], env: Mapping[str, str] = os.envir
     reading.values["inference_dynamic_batching"] = True
     config = configure(reading, env=env)
     graphs = config.graphs
-    scope = graphs.inference_scope or InferenceCudaGraphScope.none
+    wanted = graphs.inference_scope or InferenceCudaGraphScope.none
+    scope = InferenceCudaGraphScope.none if graphs.policy is CapturePolicy.off else wanted
     return GenerateOptions(
         model=Path(own.pop("model")),
         prompts=tuple(own.pop("prompt") or ()),
         tokenizer_model=None if own["tokenizer_model"] is None else Path(own["tokenizer_model"]),
         inference=config.inference,
-        scope=InferenceCudaGraphScope.none if graphs.policy is CapturePolicy.off else scope,
+        scope=scope,
         is_required=graphs.policy is CapturePolicy.required,
-        notices=config.notices,
+        notices=(*config.notices, *notices_of_graphs(own["lazy_cuda_graphs"], scope)),
         **{name: value for name, value in own.items() if name != "tokenizer_model"},
     )
 
 
+def notices_of_graphs(is_lazy: bool, scope: InferenceCudaGraphScope) -> Iterator[Notice]:
+    """What has no effect without graphs."""
+    if is_lazy and scope is InferenceCudaGraphScope.none:
+        what = "--lazy-cuda-graphs has no effect: there are no graphs"
+        yield Notice("lazy-without-graphs", what, "--lazy-cuda-graphs", "add --cuda-graph-impl local")
+
+
 def _problems_of_ranges(own: Mapping[str, Any]) -> list[Problem]:
     checks = (
-        ("temperature", own["temperature"] >= 0, "0 or more"),
+        ("temperature", 0 <= own["temperature"] <= MAX_TEMPERATURE, f"0 to {MAX_TEMPERATURE:g}"),
         ("top_k", own["top_k"] >= 0, "0 or more"),
         ("top_p", 0 < own["top_p"] <= 1, "above 0 and at most 1"),
     )

@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Final, Protocol
 
 import torch
 
 from graphstep.config import InferenceConfig, InferenceCudaGraphScope
-from graphstep.errors import ConfigError, DataError, Problem
+from graphstep.errors import ConfigError, DataError, GraphstepError, Problem, UserInputError
+from graphstep.inference.engine import DynamicEngine
 from graphstep.inference.engine_config import EngineConfig
 from graphstep.inference.load import LoadedModel, load_model
 from graphstep.inference.text import ByteText, HuggingFaceText, TextTokens
 
+_OUT_OF_MEMORY: Final = (
+    "can't allocate memory",
+    "not enough memory",
+    "size calculation overflowed",
+    "array is too big",
+)
+_MIB: Final = 2**20
 _LENGTH_OPTION: Final = "--inference-max-seq-length"
 
 
@@ -40,6 +50,10 @@ class EngineOptions(Protocol):
         """Longest sequence; ``None``: the positions of the model."""
 
     @property
+    def lazy_cuda_graphs(self) -> bool:
+        """Is a shape captured when it is first needed?"""
+
+    @property
     def async_scheduling(self) -> bool:
         """Is a step launched before the tokens of the last one are read?"""
 
@@ -58,6 +72,28 @@ class EngineOptions(Protocol):
     @property
     def seed(self) -> int:
         """Of requests without one."""
+
+
+@contextmanager
+def memory_needed() -> Iterator[None]:
+    """Say what to do where the body finds too little memory.
+
+    Raises:
+        UserInputError: instead of what PyTorch and Python raise then.
+    """
+    try:
+        yield
+    except (MemoryError, RuntimeError, ValueError) as error:
+        is_memory = isinstance(error, MemoryError | torch.OutOfMemoryError)
+        # PyTorch has a type for it on devices only.
+        is_said = not isinstance(error, GraphstepError) and any(text in str(error) for text in _OUT_OF_MEMORY)
+        if not (is_memory or is_said):
+            raise
+        reason = next(iter(str(error).splitlines()), "") or "no memory left"
+        what = f"there is not enough memory for this model and cache: {reason}"
+        where = "--model, --inference-dynamic-batching-buffer-size-gb, --inference-dynamic-batching-max-tokens"
+        fix = "lower one of them, or use --dtype bfloat16"
+        raise UserInputError(Problem("out-of-memory", what, where, fix)) from error
 
 
 def device_of(options: EngineOptions) -> torch.device:
@@ -117,8 +153,41 @@ def tokenizer_of(options: EngineOptions, loaded: LoadedModel, *, adds_special_to
     return text
 
 
-def engine_config(options: EngineOptions, loaded: LoadedModel, text: TextTokens) -> EngineConfig:
+def graph_and_cache_rows(engine: DynamicEngine) -> list[tuple[str, str]]:
+    """Rows of a table about an engine: what is captured, what that took, and the cache."""
+    graphs, blocks, cache = engine.runner.graphs, engine.blocks, engine.cache
+    rows = []
+    if engine.config.scope is InferenceCudaGraphScope.none:
+        rows.append(("graphs", "none: --cuda-graph-impl local makes some"))
+    else:
+        seconds = sum(each.capture_seconds for each in graphs)
+        num_bytes = sum(each.pool_bytes for each in graphs)
+        number = f"{len(graphs)} of {len(engine.runner.ladder.buckets)} shapes"
+        rows.append(("graphs", f"{number} in {seconds:.2f} s; {'; '.join(engine.coverage())}"))
+        rows.append(("graph memory", f"{num_bytes / _MIB:.1f} MiB{_measured(engine)}"))
+    size = f"{blocks.capacity} blocks of {blocks.block_size} tokens, {cache.nbytes / _MIB:.1f} MiB"
+    rows.append(("cache", size))
+    return rows
+
+
+def _measured(engine: DynamicEngine) -> str:
+    measured = engine.cache_plan.measured
+    if measured is None:
+        return ""
+    of_step = f"the largest step without one {measured.step_bytes / _MIB:.1f} MiB"
+    return f"; measured before the cache was sized: {measured.graph_bytes / _MIB:.1f} MiB, {of_step}"
+
+
+def engine_config(
+    options: EngineOptions, loaded: LoadedModel, text: TextTokens, *, expected_requests: int | None = None
+) -> EngineConfig:
     """Return what the engine is built with.
+
+    Args:
+        options: of the command line.
+        loaded: the model.
+        text: its tokenizer.
+        expected_requests: as many as there are going to be at a time, if that is known.
 
     Raises:
         ConfigError: sequences longer than the model has positions.
@@ -134,6 +203,8 @@ def engine_config(options: EngineOptions, loaded: LoadedModel, text: TextTokens)
         inference=options.inference,
         scope=options.scope,
         is_required=options.is_required,
+        captures_at_start=not options.lazy_cuda_graphs,
+        expected_requests=expected_requests,
         max_sequence_length=wanted,
         async_scheduling=options.async_scheduling,
         # A model of ours was padded, and what pads it was never trained.

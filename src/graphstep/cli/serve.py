@@ -5,14 +5,20 @@ from __future__ import annotations
 import logging
 import signal
 
-import torch
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from graphstep.cli.loaded_engine import device_of, engine_config, load, tokenizer_of
+from graphstep.cli.loaded_engine import (
+    device_of,
+    engine_config,
+    graph_and_cache_rows,
+    load,
+    memory_needed,
+    tokenizer_of,
+)
 from graphstep.cli.serve_options import ServeOptions
-from graphstep.errors import ConfigError, Problem, UserInputError
+from graphstep.errors import ConfigError, Problem
 from graphstep.inference.engine import DynamicEngine
 from graphstep.inference.load import LoadedModel
 from graphstep.inference.text import HuggingFaceText, TextTokens
@@ -44,13 +50,12 @@ def run(options: ServeOptions) -> int:
         fix = "pip install 'graphstep[serve]'"
         raise ConfigError(Problem("serve-not-installed", what, "graphstep serve", fix)) from error
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    try:
+    # A line for each malformed request would let anybody fill the log.
+    logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
+    # Memory is reported before the cache takes it: where it is too little, these lines are the last.
+    logging.getLogger("graphstep.inference").setLevel(logging.INFO)
+    with memory_needed():
         return _run(options)
-    except (MemoryError, torch.OutOfMemoryError) as error:
-        what = f"there is not enough memory for this model and cache: {str(error).splitlines()[0] or 'no memory left'}"
-        where = "--model, --inference-dynamic-batching-buffer-size-gb, --inference-dynamic-batching-max-tokens"
-        fix = "lower one of them, or use --dtype bfloat16"
-        raise UserInputError(Problem("out-of-memory", what, where, fix)) from error
 
 
 def _run(options: ServeOptions) -> int:
@@ -93,15 +98,14 @@ def _served(options: ServeOptions, loaded: LoadedModel, text: TextTokens) -> Ser
 
 def _table(options: ServeOptions, model: ServedModel, engine: DynamicEngine, address: str) -> Table:
     weights = engine.model.embedding.weight
-    server, limits, graphs = options.server, engine.limits, engine.runner.graphs
-    seconds = sum(each.capture_seconds for each in graphs)
+    server, limits = options.server, engine.limits
     rows = [
         ("address", f"{address}/v1"),
         ("model", f"{model.name}: {engine.model.num_parameters():,} parameters on {weights.device}"),
         ("chat", "the plain form" if model.chat.template is None else "by the model's template"),
         ("batch", f"at most {limits.max_requests} sequences and {limits.max_tokens} tokens a step"),
         ("sequences", f"at most {limits.max_sequence_length} tokens; {server.max_queue} may wait"),
-        ("graphs", f"{len(graphs)} shapes in {seconds:.2f} s" if graphs else "none: eager"),
+        *graph_and_cache_rows(engine),
         ("API key", "asked for" if server.api_key is not None else "none: whoever reaches the address may use it"),
         ("stop", "Ctrl-C or SIGTERM"),
     ]

@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Final
 
-from graphstep.cli.generate_options import GENERATE_OPTIONS
+from graphstep.cli.generate_options import GENERATE_OPTIONS, notices_of_graphs
 from graphstep.config import CapturePolicy, InferenceConfig, InferenceCudaGraphScope
 from graphstep.config.arguments import configure
 from graphstep.config.options import Option
@@ -29,8 +29,9 @@ _OF_ENGINE: Final = (
     "dtype",
     "device",
     "inference_max_seq_length",
-    "seed",
+    "lazy_cuda_graphs",
     "async_scheduling",
+    "seed",
 )
 _DEFAULTS: Final[Mapping[str, Any]] = {field.name: field.default for field in fields(ServerOptions)}
 
@@ -117,6 +118,7 @@ class ServeOptions:
     dtype: str | None
     device: str | None
     inference_max_seq_length: int | None
+    lazy_cuda_graphs: bool
     async_scheduling: bool
     seed: int
     inference: InferenceConfig
@@ -152,22 +154,24 @@ def read_serve_options(argv: Sequence[str], env: Mapping[str, str] = os.environ)
     if server is None:
         raise ConfigError(reading.problems)
     model, graphs = Path(own["model"]), config.graphs
-    scope = graphs.inference_scope or InferenceCudaGraphScope.none
+    wanted = graphs.inference_scope or InferenceCudaGraphScope.none
+    scope = InferenceCudaGraphScope.none if graphs.policy is CapturePolicy.off else wanted
     return ServeOptions(
         model=model,
         tokenizer_model=None if own["tokenizer_model"] is None else Path(own["tokenizer_model"]),
         dtype=own["dtype"],
         device=own["device"],
         inference_max_seq_length=own["inference_max_seq_length"],
+        lazy_cuda_graphs=own["lazy_cuda_graphs"],
         async_scheduling=own["async_scheduling"],
         seed=own["seed"],
         inference=config.inference,
-        scope=InferenceCudaGraphScope.none if graphs.policy is CapturePolicy.off else scope,
+        scope=scope,
         is_required=graphs.policy is CapturePolicy.required,
         served_model_name=own["served_model_name"] or model.resolve().name or "model",
         chat_template=own["chat_template"],
         server=server,
-        notices=config.notices,
+        notices=(*config.notices, *notices_of_graphs(own["lazy_cuda_graphs"], scope)),
     )
 
 

@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from graphstep.training.compare import Comparison
-    from graphstep.training.loop import Trainer, TrainResult
+    from graphstep.training.loop import Trainer
+    from graphstep.training.result import TrainResult
 
 EXIT_OK, EXIT_DIFFERENT, EXIT_INTERRUPTED = 0, 3, 130
 

@@ -20,8 +20,9 @@ from graphstep.coverage import (
     write_document,
     write_text,
 )
-from graphstep.training.loop import Trainer, TrainResult
+from graphstep.training.loop import Trainer
 from graphstep.training.profiled import LastSteps, measure_eager_steps
+from graphstep.training.result import TrainResult
 
 
 class RunFiles:

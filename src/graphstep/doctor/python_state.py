@@ -130,6 +130,7 @@ class LineFinder:
         self._changes: list[Change] = []
         self._seen: list[Any] = []
         self._found: set[int] = set()
+        self._num_watched = 0
 
     def watch(self, changes: Iterable[Change]) -> None:
         """Look at these from now on."""
@@ -139,6 +140,7 @@ class LineFinder:
     def begin(self) -> None:
         """A run begins."""
         self._seen = [change.read() for change in self._changes]
+        self._num_watched = len(self._changes)
 
     def after_line(self, line: SourceLine | None) -> None:
         """A line has run."""
@@ -152,9 +154,9 @@ class LineFinder:
                 self._add(change, line)
 
     def finish(self) -> None:
-        """Name what no line was found for, at the step itself."""
+        """Name what changed in the last run only, at the step itself. What did not change again has settled."""
         for index, change in enumerate(self._changes):
-            if index not in self._found:
+            if index not in self._found and index >= self._num_watched:
                 self._add(change, self._notes.ground.fallback)
 
     def _add(self, change: Change, line: SourceLine) -> None:

@@ -53,6 +53,10 @@ _FUNCTIONS: Final[Mapping[str, str]] = MappingProxyType(
         "torch.distributed.barrier": "GS-H010",
     }
 )
+_MADE_ANEW: Final = frozenset(
+    {"np.random.default_rng", "numpy.random.default_rng", "np.random.RandomState", "random.Random", "os.urandom"}
+)
+"""What no state tells of afterwards."""
 _STREAMS: Final = frozenset({"torch.cuda.stream", "cuda.stream", "torch.cuda.StreamContext"})
 
 
@@ -74,6 +78,8 @@ class StaticLook:
                     self._with(node, function, file, name)
                 elif isinstance(node, ast.Call):
                     self._names_cpu(node, file, name)
+                    if dotted(node.func) in _MADE_ANEW:
+                        self._add("GS-R001", node, file, name, f"{dotted(node.func)}()")
 
     def _call(self, call: ast.Call, file: str, name: str) -> None:
         full = dotted(call.func)

@@ -32,6 +32,7 @@ _TORCH: Final = os.path.dirname(torch.__file__) + os.sep
 _WRAPPERS: Final = (
     _TORCH + "_dynamo" + os.sep,
     _TORCH + "_compile.py",
+    os.path.join(_TORCH, "distributed", "c10d_logger.py"),
     os.path.join(_TORCH, "utils", "_contextlib.py"),
 )
 _MODULE_HOOKS: Final = (
@@ -150,6 +151,7 @@ class CallWatch:
         simple(torch.cuda.synchronize, "GS-H010", "torch.cuda.synchronize")
         simple(torch.cuda.empty_cache, "GS-C002", "torch.cuda.empty_cache")
         simple(torch.save, "GS-H009", "torch.save")
+        simple(getattr(torch.distributed, "barrier", None), "GS-H010", "torch.distributed.barrier")
         for name in _MODULE_HOOKS:
             simple(getattr(nn.Module, name), "GS-Y007", f"Module.{name}")
         for kind in (lr_scheduler.LRScheduler, *vars(lr_scheduler).values()):

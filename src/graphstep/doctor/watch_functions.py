@@ -9,6 +9,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
+from graphstep.capture.places import storage_of
 from graphstep.doctor.notes import Notes
 from graphstep.engine import torch_private
 from graphstep.engine.assignments import DataAssignments
@@ -101,7 +102,11 @@ class FunctionWatch(HostReadGuard):
     def _assigned(self, func: Any, args: Any) -> None:
         if func.__self__ is Tensor.grad and isinstance(args[1], Tensor):
             self._notes.add("GS-W009", "assignment to .grad", only_direct=True)
-        elif func.__self__ is Tensor.data and isinstance(args[0], nn.Parameter):
+        elif (
+            func.__self__ is Tensor.data
+            and isinstance(args[0], nn.Parameter)
+            and storage_of(args[0]) != storage_of(args[1])  # `p.data -= x` assigns the memory that it has.
+        ):
             detail = self._notes.roles.name_of(args[0])
             self._notes.add("GS-W001", "assignment to .data", detail=detail)
 

@@ -110,6 +110,8 @@ class OperationWatch(torch_private.DispatchMode):
         if not notes.is_listening:
             return
         spot = notes.spot()
+        if spot.is_in_backward and traits.writes_index and args[2].numel() == 1:
+            return  # Zeros where the forward has written a number: on a GPU that is a number, too.
         function = notes.function
         if spot.is_in_backward and function in _BACKWARDS:
             function = ""  # It is an operation of autograd's own.
@@ -245,7 +247,9 @@ class OperationWatch(torch_private.DispatchMode):
             elif key in roles.batch:
                 self._notes.add("GS-W007", traits.name)
             elif not roles.has(key) and not traits.changes_storage and not traits.changes_metadata:
-                self._notes.add("GS-W005", traits.name, only_direct=True, only_own=True)
+                spot = self._notes.spot()
+                if not spot.is_in_backward or ".backward(" not in spot.line.text:  # Else it is a library's.
+                    self._notes.add("GS-W005", traits.name, spot=spot, only_direct=True, only_own=True)
 
     def _key(self, tensor: Tensor) -> int | None:
         return torch_private.storage_key(tensor) if torch_private.has_plain_memory(tensor) else None

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from graphstep.engine import cuda_memory, torch_private
+from graphstep.engine import compiled_part, cuda_memory, torch_private
 from graphstep.engine.ambient import casts_forgotten, collection_held
 from graphstep.engine.cuda_driver import capturing_node_count, restart_capture
 from graphstep.engine.cuda_memory import held_on_stream, pool_segments
@@ -76,7 +76,7 @@ class CudaRecording:
 
     def launcher(self) -> Callable[[], object]:
         """The replay itself, without a look at whether it may run; see the protocol."""
-        return self.replay if self._graph is None else torch_private.graph_launcher(self._graph)
+        return self.replay if self._graph is None else compiled_part.graph_launcher(self._graph)
 
     def release_result(self) -> None:
         """Forget what the function returned, so that later captures into the pool may use its memory."""

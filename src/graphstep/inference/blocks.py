@@ -25,6 +25,11 @@ def extend_keys(keys: list[bytes], tokens: array[int], block_size: int) -> None:
         keys.append(hashlib.blake2b(view[index * width : (index + 1) * width], digest_size=16, key=above).digest())
 
 
+def blocks_kept_free(capacity: int) -> int:
+    """Return how many blocks stay free when a request joins others: those that run would soon take back what it got."""
+    return max(1, capacity // 100)
+
+
 class BlockPool:
     """Hands out blocks, counts who holds each, and remembers blocks whose contents can serve others.
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from graphstep.errors import ConfigError, LifecycleError, Problem
-from graphstep.inference.blocks import RESERVED_BLOCK
+from graphstep.inference.blocks import RESERVED_BLOCK, blocks_kept_free
 from graphstep.models import GPTModel
 from graphstep.models.attention import Attention
 from graphstep.models.mamba import Mamba2
@@ -59,8 +59,7 @@ class CacheShape:
         """
         each = self.block_bytes(block_size)
         states = self.slot_bytes() * (max_requests + 1)
-        # Without attention a block costs nothing, and limits nothing.
-        number = (budget_bytes - states) // each if each else 2**20
+        number = _blocks_beside(states, each, budget_bytes)
         if number < 2:
             raise ConfigError(
                 Problem(
@@ -71,7 +70,27 @@ class CacheShape:
                     fix="give the cache more memory, or use smaller blocks or fewer requests",
                 )
             )
-        return int(number)
+        return number
+
+    def num_requests(self, budget_bytes: int, block_size: int, blocks_each: int, most: int) -> int:
+        """Return the requests that fit a budget with all their blocks and states, side by side; 1 to ``most``."""
+        each, slot = self.block_bytes(block_size), self.slot_bytes()
+
+        def fit(number: int) -> bool:
+            return requests_of(_blocks_beside(slot * (number + 1), each, budget_bytes), blocks_each) >= number
+
+        return next((number for number in range(most, 1, -1) if fit(number)), 1)
+
+
+def requests_of(num_blocks: int, blocks_each: int) -> int:
+    """Return how many requests of so many blocks the scheduler lets run side by side; the reserved block is counted."""
+    capacity = num_blocks - 1
+    return max(1, (capacity - blocks_kept_free(capacity)) // blocks_each)
+
+
+def _blocks_beside(states_bytes: int, block_bytes: int, budget_bytes: int) -> int:
+    # Without attention a block costs nothing, and limits nothing.
+    return (budget_bytes - states_bytes) // block_bytes if block_bytes else 2**20
 
 
 class InferenceCache:

@@ -67,30 +67,45 @@ def read_checkpoint(folder: Path) -> CheckpointModel:
     )
 
 
-def fill_from_checkpoint(model: GPTModel, files: WeightFiles, *, where: str) -> None:
-    """Copy all weights. Nothing is copied unless everything fits.
+def check_checkpoint(model: GPTModel, files: WeightFiles, *, where: str) -> None:
+    """Do the weights fit? Nothing is read of them but names and shapes; the model may be on the meta device.
 
     Raises:
         CheckpointError: weights that are missing, unknown or of other shapes; the first of them, and how many.
     """
+    ours = _weights(model)
+    problems = [
+        f"{name}: expected {list(tensor.shape)}, found {list(files.shape(name)) if name in files else 'nothing'}"
+        for name, tensor in ours.items()
+        if name not in files or files.shape(name) != tuple(tensor.shape)
+    ]
+    problems += [
+        f"{name}: its type is none that weights are computed with"
+        for name, tensor in ours.items()
+        if name in files and tensor.is_floating_point() and files.dtype(name) is None
+    ]
+    problems += [f"{name}: expected nothing, found {list(files.shape(name))}" for name in files if name not in ours]
+    if problems:
+        shown = problems[:5] + ([f"... and {len(problems) - 5} more"] if len(problems) > 5 else [])
+        raise CheckpointError([Problem("checkpoint-mismatch", what, where, _FIX) for what in shown])
+
+
+def fill_from_checkpoint(model: GPTModel, files: WeightFiles) -> None:
+    """Copy all weights, after `check_checkpoint`."""
+    with torch.no_grad():
+        for name, tensor in _weights(model).items():
+            tensor.copy_(files.tensor(name))
+
+
+def _weights(model: GPTModel) -> dict[str, Tensor]:
+    """Each once, by the first of its names."""
     ours: dict[str, Tensor] = {}
     seen: set[int] = set()
     for name, value in model.state_dict(keep_vars=True).items():
         if isinstance(value, Tensor) and id(value) not in seen:
             seen.add(id(value))
             ours[name] = value.detach()
-    problems = [
-        f"{name}: expected {list(tensor.shape)}, found {list(files.shape(name)) if name in files else 'nothing'}"
-        for name, tensor in ours.items()
-        if name not in files or files.shape(name) != tuple(tensor.shape)
-    ]
-    problems += [f"{name}: expected nothing, found {list(files.shape(name))}" for name in files if name not in ours]
-    if problems:
-        shown = problems[:5] + ([f"... and {len(problems) - 5} more"] if len(problems) > 5 else [])
-        raise CheckpointError([Problem("checkpoint-mismatch", what, where, _FIX) for what in shown])
-    with torch.no_grad():
-        for name, tensor in ours.items():
-            tensor.copy_(files.tensor(name))
+    return ours
 
 
 def weights_of_checkpoint(folder: Path) -> WeightFiles:
@@ -113,6 +128,8 @@ def _section(kind: Callable[..., _Section], values: Mapping[str, Any], path: Pat
         return kind(**plain)
     except ConfigError as error:
         raise CheckpointError(error.problems) from error
+    except (TypeError, AttributeError) as error:  # null, where no rule expects it
+        raise _broken(f"an option that has no such value: {error}", path) from error
 
 
 def _broken(what: str, path: Path) -> CheckpointError:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from graphstep.capture import CaptureReport, GraphSession
 from graphstep.config import InferenceCudaGraphScope
-from graphstep.errors import ConfigError, InputMismatchError, LifecycleError, Problem
+from graphstep.errors import InputMismatchError, LifecycleError
 from graphstep.inference.attention import attention_for
 from graphstep.inference.blocks import BlockPool
 from graphstep.inference.cache import CacheShape, InferenceCache
@@ -22,7 +22,7 @@ from graphstep.inference.draws import DrawReader, PendingDraws
 from graphstep.inference.engine_config import EngineConfig
 from graphstep.inference.engine_states import CacheMode, EngineState, WeightUpdate
 from graphstep.inference.fusions import fusions_for
-from graphstep.inference.memory import cache_blocks
+from graphstep.inference.memory import plan_cache
 from graphstep.inference.metadata import StepMetadata
 from graphstep.inference.model_steps import ModelSteps
 from graphstep.inference.requests import FinishReason, Output, Request, SamplingParams
@@ -75,15 +75,13 @@ class DynamicEngine:
         options = self.config.inference
         shape = CacheShape.of(model)
         self.limits = self.config.limits(model, shape)
-        self._vocabulary = self.config.vocabulary or model.config.vocab_size
-        if self._vocabulary > model.config.vocab_size:
-            what = f"{self._vocabulary} tokens, and the model has {model.config.vocab_size}"
-            raise ConfigError(Problem("inference-vocabulary", what, "EngineConfig.vocabulary", "leave it out"))
+        self._vocabulary = self.config.vocabulary_of(model)
         block_size = options.inference_dynamic_batching_block_size
         self._metadata = StepMetadata(self.limits, block_size, device)
         if self.config.scope is not InferenceCudaGraphScope.none:
             self._require_evaluation("DynamicEngine")
-        num_blocks = cache_blocks(model, shape, self.config, self.limits, self._metadata)
+        self.cache_plan = plan_cache(model, shape, self.config, self.limits, self._metadata)
+        num_blocks = self.cache_plan.num_blocks
         self._pool = BlockPool(num_blocks, block_size, prefix_caching=self.config.prefix_caching and not shape.mixers)
         self._cache = InferenceCache(shape, num_blocks, block_size, self.limits.max_requests, device)
         self._session = session if session is not None else GraphSession(device)
@@ -323,26 +321,28 @@ class DynamicEngine:
             keeps_running: see `weight_update`.
 
         Raises:
-            InputMismatchError: names that the model does not know or other shapes, all at once. Nothing was written.
+            InputMismatchError: names that the model does not know, other shapes or whole numbers, all at once. Nothing
+                was written.
         """
         own = self.model.state_dict(keep_vars=True)
-        wrong = [
-            f"{name}: expected {tuple(own[name].shape)}, got {tuple(tensor.shape)}"
-            if name in own
-            else f"{name}: unknown"
-            for name, tensor in weights.items()
-            if name not in own or own[name].shape != tensor.shape
-        ]
+        wrong = [what for name, new in weights.items() if (what := _misfit(name, own.get(name), new)) is not None]
         if wrong:
             raise InputMismatchError(
                 "weights that do not fit the model: " + "; ".join(wrong),
                 where="DynamicEngine.update_weights",
-                fix="give tensors by the names and in the shapes of model.state_dict()",
+                fix="give tensors by the names, in the shapes and types of model.state_dict()",
             )
         with self.weight_update(keeps_running=keeps_running) as update, torch.no_grad():
             for name, tensor in weights.items():
                 own[name].copy_(tensor)
         return update
+
+    def coverage(self) -> list[str]:
+        """Say in words which steps have graphs."""
+        said = list(self._runner.matcher.coverage(self.limits))
+        if self._has_states and self._runner.ladder.buckets:
+            said[-1] += ": they change recurrent states by their lengths"
+        return said
 
     def report(self) -> CaptureReport:
         """What has been captured and how it was used; the row ``steps`` counts steps with and without graphs."""
@@ -352,12 +352,15 @@ class DynamicEngine:
         """Free graphs, then the cache. Requests that are not finished end as cancelled. May be called twice."""
         if self._state is EngineState.CLOSED:
             return
+        for request in self._scheduler.unfinished():
+            self.cancel(request)
         self._state = EngineState.CLOSED
         try:
             for launched in self._launched:
                 launched.draws.wait()
         finally:
             self._launched.clear()
+            self._kept.clear()
             self._session.close()
             self._cache.release()
 
@@ -482,3 +485,16 @@ class DynamicEngine:
                 where=where,
                 fix="call model.eval() before, and model.train() to go on with training",
             )
+
+
+def _misfit(name: str, own: Tensor | None, new: object) -> str | None:
+    """Why a weight cannot be copied, or ``None``."""
+    if own is None:
+        return f"{name}: unknown"
+    if not isinstance(new, Tensor):
+        return f"{name}: expected a tensor, got {type(new).__name__}"
+    if own.shape != new.shape:
+        return f"{name}: expected {tuple(own.shape)}, got {tuple(new.shape)}"
+    if own.is_floating_point() and not new.is_floating_point():
+        return f"{name}: expected {own.dtype} or another floating type, got {new.dtype}"
+    return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -9,13 +10,16 @@ from typing import Any, Final
 
 from graphstep.config import CapturePolicy, InferenceConfig, InferenceCudaGraphScope, RunConfig
 from graphstep.errors import ConfigError, Problem
-from graphstep.inference.cache import CacheShape
+from graphstep.inference.cache import CacheShape, requests_of
 from graphstep.inference.ladder import Ladder, build_ladder
 from graphstep.inference.shapes import BATCH_INVARIANT_MULTIPLE, BatchLimits
 from graphstep.models import GPTModel
 
-_MOST_REQUESTS: Final = 256
+_USUAL_REQUESTS: Final = 256
+_USUAL_REQUESTS_ON_CPU: Final = 32
 _USUAL_TOKENS: Final = 2048
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,6 +40,9 @@ class EngineConfig:
     """A bar while graphs are captured; ``None``: on terminals."""
     max_sequence_length: int | None = None
     """Most tokens of a request; ``None``: as many as the model has positions."""
+    expected_requests: int | None = None
+    """No more requests than this are going to be there at a time; ``None``: not known. Where the options name no
+    number, neither places nor graphs are made for more: they would cost time and memory, and never be used."""
     num_blocks: int | None = None
     """Blocks of the cache, the reserved one included; ``None``: what its memory holds."""
     prefix_caching: bool = True
@@ -82,14 +89,20 @@ class EngineConfig:
             problems.append(
                 Problem("inference-sequence-length", what, "EngineConfig.max_sequence_length", f"use {positions}")
             )
+        asks_for_prompts = options.inference_cuda_graph_all_prefills and self.scope is not InferenceCudaGraphScope.none
+        if cache.mixers and asks_for_prompts:
+            what = "graphs for prompts, and this model has recurrent states, which change by the length of each prompt"
+            option = "--inference-cuda-graph-all-prefills"
+            if self.is_required:
+                problems.append(Problem("inference-prefill-states", what, option, "leave it out: decode has graphs"))
+            else:
+                _log.warning("%s asks for %s: only decode steps have graphs", option, what)
         if problems:
             raise ConfigError(problems)
         multiple = BATCH_INVARIANT_MULTIPLE if options.batch_invariant_mode else 1
         requests = options.inference_dynamic_batching_max_requests
         if requests is None:
-            per_request = math.ceil(longest / options.inference_dynamic_batching_block_size)
-            blocks = self.num_blocks or cache.num_blocks(self.budget_bytes, self._block_size, 1)
-            requests = min(_MOST_REQUESTS, max(1, (blocks - 1) // per_request))
+            requests = self._usual_requests(cache, longest, model.embedding.weight.device.type)
         tokens = options.inference_dynamic_batching_max_tokens
         if tokens is None:
             tokens = math.ceil(max(_USUAL_TOKENS, requests) / multiple) * multiple
@@ -99,6 +112,20 @@ class EngineConfig:
             max_sequence_length=longest,
             batch_invariant=options.batch_invariant_mode,
         )
+
+    def vocabulary_of(self, model: GPTModel) -> int:
+        """Tokens that there are.
+
+        Raises:
+            ConfigError: more than the model has, or none.
+        """
+        most, wanted = model.config.vocab_size, self.vocabulary
+        if wanted is None:
+            return most
+        if not isinstance(wanted, int) or not 0 < wanted <= most:
+            what = f"{wanted} tokens, and the model has {most}"
+            raise ConfigError(Problem("inference-vocabulary", what, "EngineConfig.vocabulary", "leave it out"))
+        return wanted
 
     def ladder(self, limits: BatchLimits, *, has_states: bool) -> Ladder:
         """The buckets; for decode alone where there are recurrent states, because prompts change them by length."""
@@ -114,9 +141,15 @@ class EngineConfig:
         """Memory of the cache."""
         return int(self.inference.inference_dynamic_batching_buffer_size_gb * 1e9)
 
-    @property
-    def _block_size(self) -> int:
-        return self.inference.inference_dynamic_batching_block_size
+    def _usual_requests(self, cache: CacheShape, longest: int, device_type: str) -> int:
+        """As many as the cache holds at their longest, up to what a device gains from."""
+        most = _USUAL_REQUESTS_ON_CPU if device_type == "cpu" else _USUAL_REQUESTS
+        most = most if self.expected_requests is None else max(1, min(most, self.expected_requests))
+        block_size = self.inference.inference_dynamic_batching_block_size
+        blocks_each = math.ceil(longest / block_size)
+        if self.num_blocks is not None:
+            return min(most, requests_of(self.num_blocks, blocks_each))
+        return cache.num_requests(self.budget_bytes, block_size, blocks_each, most)
 
 
 def _problems_of_options(options: InferenceConfig) -> Iterator[Problem]:

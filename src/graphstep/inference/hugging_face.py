@@ -7,12 +7,13 @@ and 5. What would change the result and is not supported is refused, all of it a
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from graphstep.config.model import ModelConfig
 from graphstep.config.moe import MoEConfig
 from graphstep.errors import ConfigError, Problem
+from graphstep.inference.rope_scaling import Rotation, read_rotation, rotation_problems
 
 _KINDS: Final = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe")
 _ACTIVATIONS: Final = ("silu", "swish")
@@ -24,7 +25,9 @@ _ALWAYS: Final = (
     "num_attention_heads",
     "max_position_embeddings",
 )
+_MOST_LAYERS: Final = 10_000
 _FRACTIONS: Final = ("rms_norm_eps", "rope_theta", "partial_rotary_factor")
+_SWITCHES: Final = ("tie_word_embeddings", "attention_bias", "mlp_bias", "norm_topk_prob", "use_sliding_window")
 _USUAL_EPSILON: Final[Mapping[str, float]] = {"mixtral": 1e-5}
 """What transformers takes where a configuration leaves it out; otherwise 1e-6."""
 _USUAL_THETA: Final[Mapping[str, float]] = {"mixtral": 1e6}
@@ -40,6 +43,12 @@ class HuggingFaceModel:
     layers_with_experts: tuple[bool, ...]
     stop_tokens: tuple[int, ...]
     """Tokens that end a text."""
+    rotation: Rotation
+    """What its rotary tables are filled with."""
+
+    def untied(self) -> HuggingFaceModel:
+        """The same with a head of its own, whatever the configuration says."""
+        return replace(self, model=replace(self.model, untie_embeddings_and_output_weights=True))
 
 
 def read_config(
@@ -98,7 +107,7 @@ def _translated(config: Mapping[str, Any], positions: int) -> HuggingFaceModel:
         normalization="RMSNorm",
         norm_epsilon=config.get("rms_norm_eps") or _USUAL_EPSILON.get(kind, 1e-6),
         position_embedding_type="rope",
-        rotary_base=float(_rope(config).get("rope_theta") or config.get("rope_theta") or _USUAL_THETA.get(kind, 1e4)),
+        rotary_base=_base(config),
         attention_dropout=0.0,
         hidden_dropout=0.0,
         add_bias_linear=bool(config.get("attention_bias")),
@@ -106,7 +115,7 @@ def _translated(config: Mapping[str, Any], positions: int) -> HuggingFaceModel:
         qk_layernorm=kind.startswith("qwen3"),
         untie_embeddings_and_output_weights=not config.get("tie_word_embeddings", False),
     )
-    return HuggingFaceModel(model, moe, with_experts, stop_tokens(config))
+    return HuggingFaceModel(model, moe, with_experts, stop_tokens(config), read_rotation(_rope(config), config))
 
 
 def _problems(config: Mapping[str, Any], max_positions: int | None) -> Iterator[tuple[str, str]]:
@@ -117,6 +126,8 @@ def _problems(config: Mapping[str, Any], max_positions: int | None) -> Iterator[
         yield f"an architecture of type {kind!r}, which is not known here", f"use one of: {', '.join(_KINDS)}"
         return  # Fields of others can mean anything.
     wrong = [name for name in _ALWAYS if not _is_count(config.get(name))]
+    # A number that is wrong must not fill the memory with what is known of each layer.
+    wrong += ["num_hidden_layers"] if not wrong and config["num_hidden_layers"] > _MOST_LAYERS else []
     if kind == "qwen3_moe" and not _is_count(config.get("moe_intermediate_size")):
         wrong.append("moe_intermediate_size")
     if kind in ("mixtral", "qwen3_moe"):
@@ -128,8 +139,10 @@ def _problems(config: Mapping[str, Any], max_positions: int | None) -> Iterator[
     wrong += [name for name in ("num_key_value_heads", "head_dim") if not _is_count(config.get(name) or 1)]
     wrong += [name for name in ("rope_parameters", "rope_scaling") if not isinstance(config.get(name) or {}, dict)]
     wrong += [name for name in ("layer_types", "mlp_only_layers") if not isinstance(config.get(name) or [], list)]
-    wrong += [name for name in ("sliding_window", "decoder_sparse_step") if not _is_count(config.get(name) or 1)]
+    wrong += [name for name in ("sliding_window", "decoder_sparse_step") if not _is_count_or_none(config.get(name))]
+    wrong += [name for name in _SWITCHES if not isinstance(config.get(name), bool | None)]
     wrong += [name for name in _FRACTIONS if not all(_is_positive(of.get(name)) for of in (config, *_dicts(config)))]
+    wrong += ["rope_theta"] if "rope_theta" not in wrong and _base(config) <= 1 else []
     if wrong:
         yield f"numbers that are missing or malformed: {', '.join(wrong)}", "download config.json again"
         return
@@ -139,9 +152,8 @@ def _problems(config: Mapping[str, Any], max_positions: int | None) -> Iterator[
     rope = _rope(config)
     if any(isinstance(part, dict) for part in rope.values()):
         yield "another rotation for each type of layer", other
-    rope_type = rope.get("rope_type") or rope.get("type") or "default"
-    if rope_type != "default":
-        yield f"rotation frequencies that are scaled ({rope_type}), which are not known here", other
+    else:
+        yield from rotation_problems(rope, "rope_scaling" if config.get("rope_scaling") else "rope_parameters")
     if float(rope.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0) != 1.0:
         yield "a rotation of a part of the channels", other
     yield from _attention_problems(config, max_positions)
@@ -202,11 +214,22 @@ def _num_experts(config: Mapping[str, Any]) -> int | None:
 
 
 def _rope(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    return config.get("rope_parameters") or config.get("rope_scaling") or {}
+    return config.get("rope_scaling") or config.get("rope_parameters") or {}
+
+
+def _base(config: Mapping[str, Any]) -> float:
+    """Of the rotation frequencies; only for a configuration whose numbers are numbers."""
+    usual = _USUAL_THETA.get(config["model_type"], 1e4)
+    found = [of.get("rope_theta") for of in (*_dicts(config), config)]
+    return next((float(each) for each in found if isinstance(each, int | float)), usual)
+
+
+def _is_count_or_none(value: object) -> bool:
+    return value is None or _is_count(value)
 
 
 def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+    return isinstance(value, int) and not isinstance(value, bool) and 0 < value < 2**31
 
 
 def _dicts(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
@@ -215,4 +238,4 @@ def _dicts(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 
 def _is_positive(value: object) -> bool:
-    return value is None or (isinstance(value, int | float) and not isinstance(value, bool) and value > 0)
+    return value is None or (isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < 1e30)

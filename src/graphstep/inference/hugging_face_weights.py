@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -19,6 +20,8 @@ from graphstep.errors import CheckpointError, Problem
 from graphstep.inference.hugging_face import HuggingFaceModel
 from graphstep.inference.weight_files import WeightFiles
 from graphstep.models import GPTModel
+
+_FIX: Final = "take config.json and weights from the same place; nothing was loaded"
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,11 +33,11 @@ class _Part:
     """A view of ours, in the shape that the file's has."""
 
 
-def fill_from_hugging_face(model: GPTModel, described: HuggingFaceModel, files: WeightFiles, *, where: str) -> None:
-    """Copy all weights. Nothing is copied unless everything fits.
+def check_hugging_face(model: GPTModel, described: HuggingFaceModel, files: WeightFiles, *, where: str) -> None:
+    """Do the weights fit? Nothing is read of them but names, types and shapes.
 
     Args:
-        model: built from ``described``.
+        model: built from ``described``; may be on the meta device.
         described: the model of the files.
         files: its weights.
         where: names them in errors.
@@ -42,6 +45,9 @@ def fill_from_hugging_face(model: GPTModel, described: HuggingFaceModel, files: 
     Raises:
         CheckpointError: weights that are missing, unknown or of other shapes; the first of them, and how many.
     """
+    problems = list(_wrong_routers(described, files))
+    if problems:  # The number of experts is wrong: all else would be, too, and it could be any number.
+        raise CheckpointError([Problem("weights-mismatch", what, where, _FIX) for what in problems])
     parts = list(_parts(model, described, files))
     problems = [what for part in parts if (what := _misfit(part, files)) is not None]
     expected = {part.name for part in parts}
@@ -49,11 +55,29 @@ def fill_from_hugging_face(model: GPTModel, described: HuggingFaceModel, files: 
     problems += [f"{name}: not known in this architecture" for name in unknown]
     if problems:
         shown = problems[:5] + ([f"... and {len(problems) - 5} more"] if len(problems) > 5 else [])
-        fix = "take config.json and weights from the same place; nothing was loaded"
-        raise CheckpointError([Problem("weights-mismatch", what, where, fix) for what in shown])
+        raise CheckpointError([Problem("weights-mismatch", what, where, _FIX) for what in shown])
+
+
+def fill_from_hugging_face(model: GPTModel, described: HuggingFaceModel, files: WeightFiles) -> None:
+    """Copy all weights, after `check_hugging_face`."""
     with torch.no_grad():
-        for part in parts:
+        for part in _parts(model, described, files):
             part.target.copy_(files.tensor(part.name))
+
+
+def has_own_head(files: WeightFiles) -> bool:
+    """Is there an output matrix that differs from the embedding? Then transformers uses it, tied or not."""
+    embedding, head = "model.embed_tokens.weight", "lm_head.weight"
+    return head in files and embedding in files and not torch.equal(files.tensor(head), files.tensor(embedding))
+
+
+def _wrong_routers(described: HuggingFaceModel, files: WeightFiles) -> Iterator[str]:
+    expected = (described.moe.num_experts, described.model.hidden_size)
+    for number, has_experts in enumerate(described.layers_with_experts):
+        for block in ("block_sparse_moe", "mlp") if has_experts else ():
+            name = f"model.layers.{number}.{block}.gate.weight"
+            if name in files and files.shape(name) != expected:
+                yield f"{name}: expected {list(expected)}, found {list(files.shape(name))}"
 
 
 def _misfit(part: _Part, files: WeightFiles) -> str | None:

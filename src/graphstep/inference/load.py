@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -14,10 +15,19 @@ from graphstep.config.layers import LayersConfig
 from graphstep.config.mamba import MambaConfig
 from graphstep.config.model import ModelConfig
 from graphstep.config.moe import MoEConfig
-from graphstep.errors import CheckpointError, Problem
-from graphstep.inference.checkpoint_model import fill_from_checkpoint, read_checkpoint, weights_of_checkpoint
+from graphstep.errors import CheckpointError, ConfigError, GraphstepError, Problem
+from graphstep.inference.checkpoint_model import (
+    check_checkpoint,
+    fill_from_checkpoint,
+    read_checkpoint,
+    weights_of_checkpoint,
+)
 from graphstep.inference.hugging_face import read_config, stop_tokens
-from graphstep.inference.hugging_face_weights import fill_from_hugging_face
+from graphstep.inference.hugging_face_weights import (
+    check_hugging_face,
+    fill_from_hugging_face,
+    has_own_head,
+)
 from graphstep.inference.weight_files import WeightFiles, read_json
 from graphstep.models import GPTModel, initialize_weights
 from graphstep.models.initialization import WeightInitializer
@@ -25,6 +35,8 @@ from graphstep.models.initialization import WeightInitializer
 CONFIG: Final = "config.json"
 TOKENIZER: Final = "tokenizer.json"
 _GENERATION: Final = "generation_config.json"
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,22 +72,28 @@ def load_model(
     Raises:
         CheckpointError: missing, damaged, or files that do not fit each other.
         ConfigError: a model that cannot be run here, with everything that is in the way.
+        MemoryError: it is larger than the memory there is.
     """
+    if dtype is not None and not dtype.is_floating_point:
+        what = f"weights of type {dtype}, which cannot be computed with"
+        raise ConfigError(Problem("load-dtype", what, "load_model, argument dtype", "use torch.bfloat16"))
+    if max_positions is not None and max_positions < 1:
+        what = f"sequences of {max_positions} tokens"
+        raise ConfigError(Problem("load-positions", what, limit_option, "use a number above 0, or leave it out"))
     path = Path(folder)
     if _is_hugging_face(path):
         return _load_hugging_face(path, torch.device(device), dtype, max_positions, limit_option)
     found = find_checkpoint(path, otherwise=f"name a folder of Hugging Face, with {CONFIG} and *.safetensors")
     described = read_checkpoint(found)
     with weights_of_checkpoint(found) as files:
-        model = _build(
-            described.model,
-            described.moe,
-            described.layers,
-            described.mamba,
-            device=torch.device(device),
-            dtype=dtype or _dtype_of(files, "embedding.weight", found),
+        own_dtype = _dtype_of(files, "embedding.weight", found)
+        _check_layers(described.model.num_layers, "layers", files, found)
+        model = _outline(
+            described.model, described.moe, described.layers, described.mamba, dtype or own_dtype, str(found)
         )
-        fill_from_checkpoint(model, files, where=str(found))
+        check_checkpoint(model, files, where=str(found))
+        _allocate(model, torch.device(device))
+        fill_from_checkpoint(model, files)
     tokenizer = described.data.tokenizer_model
     uses_bytes = described.data.tokenizer_type == "ByteTokenizer" or tokenizer is None
     return LoadedModel(model, found, None if uses_bytes else Path(str(tokenizer)), ())
@@ -100,15 +118,17 @@ def _load_hugging_face(
     if (path / _GENERATION).is_file():
         stops = stop_tokens(read_json(path / _GENERATION)) or stops
     with WeightFiles.of_folder(path) as files:
-        model = _build(
-            described.model,
-            described.moe,
-            LayersConfig(),
-            MambaConfig(),
-            device=device,
-            dtype=dtype or _dtype_of(files, "model.embed_tokens.weight", path),
-        )
-        fill_from_hugging_face(model, described, files, where=str(path))
+        own_dtype = _dtype_of(files, "model.embed_tokens.weight", path)
+        _check_layers(described.model.num_layers, "model.layers", files, path)
+        if not described.model.untie_embeddings_and_output_weights and has_own_head(files):
+            _log.warning("%s: tie_word_embeddings is true, and lm_head.weight is another matrix: it is used", where)
+            described = described.untied()
+        model = _outline(described.model, described.moe, LayersConfig(), MambaConfig(), dtype or own_dtype, where)
+        check_hugging_face(model, described, files, where=str(path))
+        _allocate(model, device)
+        if model.rotary is not None and not described.rotation.is_plain:
+            model.rotary.fill(*described.rotation.frequencies(model.rotary.base, model.rotary.channels))
+        fill_from_hugging_face(model, described, files)
     return LoadedModel(model, path, path / TOKENIZER, stops)
 
 
@@ -120,20 +140,38 @@ def _dtype_of(files: WeightFiles, name: str, path: Path) -> torch.dtype:
     return dtype
 
 
-def _build(
-    config: ModelConfig,
-    moe: MoEConfig,
-    layers: LayersConfig,
-    mamba: MambaConfig,
-    *,
-    device: torch.device,
-    dtype: torch.dtype,
+def _check_layers(number: int, prefix: str, files: WeightFiles, path: Path) -> None:
+    """Before anything is built: a number that is wrong could be one that no memory holds."""
+    if not any(name.startswith(f"{prefix}.{number - 1}.") for name in files):
+        what = f"{number} layers in the configuration, and the weights have no {prefix}.{number - 1}"
+        fix = "take configuration and weights from the same place; nothing was loaded"
+        raise CheckpointError(Problem("weights-mismatch", what, str(path), fix))
+
+
+def _outline(
+    config: ModelConfig, moe: MoEConfig, layers: LayersConfig, mamba: MambaConfig, dtype: torch.dtype, where: str
 ) -> GPTModel:
-    """A model whose weights have no values yet. Tables have theirs; nothing is drawn."""
-    model = GPTModel(config, moe=moe, layers=layers, mamba=mamba, device="meta", dtype=dtype)
-    model.to_empty(device=device)
-    initialize_weights(model, _NothingDrawn(std=1.0, num_layers=config.num_layers))
-    return model.eval()
+    """A model without memory: whether weights fit is known before any is taken."""
+    try:
+        return GPTModel(config, moe=moe, layers=layers, mamba=mamba, device="meta", dtype=dtype).eval()
+    except (RuntimeError, TypeError, OverflowError) as error:
+        if isinstance(error, GraphstepError):
+            raise
+        what = f"sizes that no tensor can have: {str(error).splitlines()[0]}"
+        raise CheckpointError(Problem("weights-mismatch", what, where, "check the file; nothing was loaded")) from error
+
+
+def _allocate(model: GPTModel, device: torch.device) -> None:
+    """Take the memory; weights have no values yet. Tables have theirs; nothing is drawn."""
+    try:
+        model.to_empty(device=device)
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:
+        if "alloc" not in str(error):
+            raise
+        raise MemoryError(f"no memory for a model of {model.num_parameters():,} parameters") from error
+    initialize_weights(model, _NothingDrawn(std=1.0, num_layers=model.config.num_layers))
 
 
 class _NothingDrawn(WeightInitializer):

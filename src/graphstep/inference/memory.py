@@ -44,10 +44,28 @@ class MeasuredMemory:
         left = self.free_bytes - self.graph_bytes - self.step_bytes
         return max(0, int(left - self.free_bytes * _SHARE_LEFT_FREE))
 
+    def lines(self) -> tuple[str, ...]:
+        """Say it in words, a line each."""
+        return (
+            f"memory of graphs: {self.graph_bytes / 1e9:.3f} GB",
+            f"memory of the largest step without a graph: {self.step_bytes / 1e9:.3f} GB",
+            f"memory that is left for the cache: {self.cache_bytes / 1e9:.3f} GB of {self.free_bytes / 1e9:.3f} GB",
+        )
 
-def cache_blocks(
+
+@dataclass(frozen=True, slots=True)
+class CachePlan:
+    """How large a cache is going to be, and why."""
+
+    num_blocks: int
+    """The reserved one included."""
+    measured: MeasuredMemory | None = None
+    """What the device needs beside it; ``None`` where the number was given, and on the CPU."""
+
+
+def plan_cache(
     model: GPTModel, shape: CacheShape, config: EngineConfig, limits: BatchLimits, metadata: StepMetadata
-) -> int:
+) -> CachePlan:
     """Choose the number of blocks: as configured, or what the budget holds, on a GPU cut to what will be free.
 
     The graphs' memory is measured and reported first, so that a cache never takes what they will need.
@@ -57,16 +75,15 @@ def cache_blocks(
         CaptureError: the largest graph cannot be captured, and has to be.
     """
     if config.num_blocks is not None:
-        return config.num_blocks
+        return CachePlan(config.num_blocks)
+    measured = None
     block_size = config.inference.inference_dynamic_batching_block_size
     budget = config.budget_bytes
     device = model.embedding.weight.device
     if device.type == "cuda":
         measured = measure_memory(model, shape, config, limits, metadata)
-        _log.info(
-            "memory beside the cache: %.3f GB for graphs, %.3f GB for the largest step without one, of %.3f GB",
-            *(number / 1e9 for number in (measured.graph_bytes, measured.step_bytes, measured.free_bytes)),
-        )
+        for line in measured.lines():
+            _log.info("%s", line)
         if measured.cache_bytes < budget:
             _log.warning(
                 "the cache gets %.3f GB instead of %.3f GB: no more is left", measured.cache_bytes / 1e9, budget / 1e9
@@ -78,7 +95,7 @@ def cache_blocks(
     useful += 2 + useful // 99
     # More than all requests can hold serves known prefixes alone; on the CPU it is rather left to others.
     keeps_prefixes = config.prefix_caching and not shape.mixers and device.type == "cuda"
-    return number if keeps_prefixes else min(number, useful)
+    return CachePlan(number if keeps_prefixes else min(number, useful), measured)
 
 
 def measure_memory(

@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
 
-from graphstep.errors import Problem
+from graphstep.errors import Problem, RequestError
 from graphstep.inference.blocks import BlockPool
-from graphstep.inference.requests import SamplingParams
+from graphstep.inference.requests import SamplingParams, token_array
 from graphstep.inference.shapes import BatchLimits
 
 
-def request_problems(
-    prompt: Sequence[int],
+def checked_prompt(
+    prompt: Iterable[int],
     sampling: SamplingParams,
     limits: BatchLimits,
     blocks: BlockPool,
     *,
     vocabulary: int | None,
     chunked_prefill: bool,
-) -> Iterator[Problem]:
-    """Say what is wrong with a request, all of it.
+) -> array[int]:
+    """Return the tokens of a request that can be served.
 
     Args:
         prompt: its tokens.
@@ -28,7 +29,25 @@ def request_problems(
         blocks: the pool.
         vocabulary: number of tokens there are; ``None``: not checked.
         chunked_prefill: are long prompts split?
+
+    Raises:
+        RequestError: it could never be served; all problems at once.
     """
+    tokens = token_array(prompt)
+    problems = list(_problems(tokens, sampling, limits, blocks, vocabulary, chunked_prefill))
+    if problems:
+        raise RequestError(problems)
+    return tokens
+
+
+def _problems(
+    prompt: Sequence[int],
+    sampling: SamplingParams,
+    limits: BatchLimits,
+    blocks: BlockPool,
+    vocabulary: int | None,
+    chunked_prefill: bool,
+) -> Iterator[Problem]:
     where = "prompt"
     if not prompt:
         yield Problem("request-empty", "the prompt has no tokens", where, "give at least one token")

@@ -8,9 +8,9 @@ import math
 import operator
 import struct
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Any, Final
 
 from graphstep.errors import Problem, RequestError
 
@@ -20,6 +20,10 @@ NOT_FINITE = -1
 """The token that is drawn from logits that are NaN or infinite. It ends the request."""
 MAX_TOP_LOGPROBS = 20
 """Most alternatives that can be asked for at each token."""
+MAX_TEMPERATURE = 1e6
+"""Beyond it, all tokens are equally likely."""
+_LEAST_TEMPERATURE = 1e-30
+"""Below it, a device may take it for 0 and divide by it."""
 SEED_RANGE = range(-(2**63), 2**63)
 
 
@@ -74,7 +78,8 @@ class SamplingParams:
             seed: used where the request names none.
         """
         key = draw_key(seed if self.seed is None else self.seed)
-        return struct.pack(SAMPLING_FORMAT, key, self.temperature, self.top_p, min(self.top_k, 2**31 - 1), 0)
+        temperature = self.temperature if self.temperature >= _LEAST_TEMPERATURE else 0.0
+        return struct.pack(SAMPLING_FORMAT, key, temperature, self.top_p, min(self.top_k, 2**31 - 1), 0)
 
     def _problems(self) -> Iterator[Problem]:
         whole = ("max_new_tokens", "top_k", "seed", "logprobs")
@@ -87,13 +92,18 @@ class SamplingParams:
                 yield _problem(name, "a whole number" if name in whole else "a finite number", value)
             elif not self._in_range(name, value):
                 yield _problem(name, _RANGES[name], value)
-        if not all(isinstance(token, int) and not isinstance(token, bool) for token in self.stop_tokens):
+        # Whoever is not typed may hand over one token, or none.
+        stops: Any = self.stop_tokens
+        is_collection = isinstance(stops, tuple | list | set | frozenset)
+        if not is_collection or not all(isinstance(token, int) and not isinstance(token, bool) for token in stops):
             yield _problem("stop_tokens", "token numbers", self.stop_tokens)
 
     def _in_range(self, name: str, value: float) -> bool:
         match name:
             case "max_new_tokens":
                 return value >= 1
+            case "temperature":
+                return 0 <= value <= MAX_TEMPERATURE
             case "top_p":
                 return 0 < value <= 1
             case "seed":
@@ -106,12 +116,37 @@ class SamplingParams:
 
 _RANGES: Final = {
     "max_new_tokens": "at least 1",
-    "temperature": "0 or more",
+    "temperature": f"0 to {MAX_TEMPERATURE:g}",
     "top_k": "0 or more",
     "top_p": "above 0 and at most 1",
     "seed": "a signed 64-bit number",
     "logprobs": f"0 to {MAX_TOP_LOGPROBS}",
 }
+
+
+def token_array(prompt: Iterable[int]) -> array[int]:
+    """Return the tokens of a prompt, 32 bits each: of a list, a tensor, or whatever else gives whole numbers.
+
+    Raises:
+        RequestError: it gives something else.
+    """
+    try:
+        if isinstance(prompt, str | bytes | bytearray):
+            raise TypeError(f"it is {type(prompt).__name__}")
+        return array("i", prompt)
+    except (TypeError, ValueError) as error:
+        what = f"a prompt has to be a sequence of token numbers: {error}"
+        raise RequestError(
+            Problem("request-tokens", what, "prompt", "encode text with the model's tokenizer")
+        ) from error
+    except OverflowError as error:
+        what = f"tokens must lie between 0 and {2**31 - 1}: {error}"
+        raise RequestError(Problem("request-tokens", what, "prompt", "use the tokenizer of the model")) from error
+
+
+def later_seed(seed: int, number: int) -> int:
+    """Return the seed that lies so many behind another; behind the last comes the first."""
+    return (seed + number - SEED_RANGE.start) % 2**64 + SEED_RANGE.start if number else seed
 
 
 def draw_key(seed: int) -> int:

@@ -9,10 +9,10 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from graphstep.errors import ConfigError, LifecycleError, Problem, RequestError
-from graphstep.inference.blocks import BlockPool, extend_keys
+from graphstep.errors import ConfigError, LifecycleError, Problem
+from graphstep.inference.blocks import BlockPool, blocks_kept_free, extend_keys
 from graphstep.inference.matching import GraphMatcher
-from graphstep.inference.request_problems import request_problems
+from graphstep.inference.request_problems import checked_prompt
 from graphstep.inference.requests import NOT_FINITE, FinishReason, Output, Request, RequestState, SamplingParams
 from graphstep.inference.shapes import BatchLimits, BatchShape
 from graphstep.inference.step import Step
@@ -114,25 +114,21 @@ class Scheduler:
         """Let a request wait for its turn.
 
         Raises:
-            RequestError: an empty prompt, or one that could never be served; all problems at once.
+            RequestError: it could never be served, or its prompt is no tokens; all problems at once.
         """
-        problems = list(
-            request_problems(
-                prompt,
-                sampling,
-                self.limits,
-                self.blocks,
-                vocabulary=self._vocabulary,
-                chunked_prefill=self._chunked_prefill,
-            )
+        tokens = checked_prompt(
+            prompt,
+            sampling,
+            self.limits,
+            self.blocks,
+            vocabulary=self._vocabulary,
+            chunked_prefill=self._chunked_prefill,
         )
-        if problems:
-            raise RequestError(problems)
         number = self._num_added
         seed = (self._seed * 0x9E3779B97F4A7C15 + number) % 2**63
-        length = min(len(prompt) + sampling.max_new_tokens, self.limits.max_sequence_length)
-        tokens, packed = array("i", prompt), sampling.packed(seed)
-        request = Request(number, tokens, len(prompt), sampling, length, packed, sampling.draw_flags)
+        length = min(len(tokens) + sampling.max_new_tokens, self.limits.max_sequence_length)
+        packed = sampling.packed(seed)
+        request = Request(number, tokens, len(tokens), sampling, length, packed, sampling.draw_flags)
         self._num_added += 1
         self._waiting.append(request)
         return request
@@ -144,11 +140,16 @@ class Scheduler:
         """
         if request.state is RequestState.FINISHED:
             return
-        if request.state is RequestState.WAITING:
-            self._waiting.remove(request)
-        else:
-            self._running.remove(request)
+        try:
+            (self._waiting if request.state is RequestState.WAITING else self._running).remove(request)
+        except ValueError as error:
+            what = f"request {request.number} belongs to another engine"
+            raise LifecycleError(what, where="Scheduler.end", fix="cancel it there") from error
         self._finish(request, reason)
+
+    def unfinished(self) -> list[Request]:
+        """The requests that run or wait."""
+        return [*self._running, *self._waiting]
 
     def schedule(self) -> Step | None:
         """Choose the work of the next step, and take the blocks it needs.
@@ -412,8 +413,7 @@ class Scheduler:
         """Give a request the blocks of all its tokens, or none."""
         self.blocks.share(found)
         fresh_needed = self.blocks.blocks_for(len(request.tokens)) - len(found)
-        # Some are left to those that run, or they would soon take back what was given.
-        reserve = max(1, self.blocks.capacity // 100) if self._running else 0
+        reserve = blocks_kept_free(self.blocks.capacity) if self._running else 0
         fresh = self.blocks.allocate(fresh_needed) if self.blocks.num_available >= fresh_needed + reserve else None
         if fresh is None:
             self.blocks.release(found)

@@ -123,11 +123,15 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def _names_of_index(path: Path) -> set[str]:
     weight_map = read_json(path).get("weight_map")
-    names = set(weight_map.values()) if isinstance(weight_map, dict) else set()
-    # A name with a folder in it could lead anywhere.
-    if not names or not all(isinstance(name, str) and Path(name).name == name for name in names):
+    names = list(weight_map.values()) if isinstance(weight_map, dict) else []
+    if not names or not all(isinstance(name, str) and _is_plain(name) for name in names):
         raise CheckpointError(_damaged(path, "expected a weight_map from names to files of this folder"))
-    return names
+    return set(names)
+
+
+def _is_plain(name: str) -> bool:
+    """A name with a folder in it could lead anywhere."""
+    return Path(name).name == name and name not in ("", "..") and "\0" not in name
 
 
 def _damaged(path: Path, what: str) -> Problem:

@@ -47,15 +47,22 @@ class RotaryTables(nn.Module):
         if self.table.is_meta:
             return
         half = self.channels // 2
-        cpu = torch.device("cpu")
-        exponents = torch.arange(half, device=cpu, dtype=torch.float32) * (2.0 / self.channels)
-        theta = torch.pow(self.base, -exponents)
-        positions = torch.arange(self.table.shape[1], device=cpu, dtype=torch.float32)
+        exponents = torch.arange(half, device="cpu", dtype=torch.float32) * (2.0 / self.channels)
+        self.fill(torch.pow(self.base, -exponents))
+
+    def fill(self, theta: Tensor, scale: float = 1.0) -> None:
+        """Compute the tables from other frequencies than those of the base; the next `init_weights` undoes it.
+
+        Args:
+            theta: angles from one position to the next, half as many as channels that rotate; float32, on the CPU.
+            scale: of cosines and sines of the channels that rotate.
+        """
+        positions = torch.arange(self.table.shape[1], device="cpu", dtype=torch.float32)
         angles = torch.outer(positions, theta)
         self.table[0].fill_(1.0)
         self.table[1].fill_(0.0)
-        self.table[0, :, : self.channels].copy_(angles.cos().repeat(1, 2))
-        self.table[1, :, : self.channels].copy_(angles.sin().repeat(1, 2))
+        self.table[0, :, : self.channels].copy_(angles.cos().mul_(scale).repeat(1, 2))
+        self.table[1, :, : self.channels].copy_(angles.sin().mul_(scale).repeat(1, 2))
 
     def forward(self, num_positions: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Give ``(cos_SD, sin_SD)`` of the first positions in ``dtype``: one kernel, none for float32."""

@@ -101,6 +101,8 @@ async def read_body(headers: Headers, receive: Receive, options: ServerOptions) 
     """
     if headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
         raise ApiError(415, "the Content-Type has to be application/json", code="unsupported_media_type")
+    if headers.get("content-encoding", "identity").strip().lower() != "identity":
+        raise ApiError(415, "bodies are taken as they are, without a Content-Encoding", code="unsupported_encoding")
     most = options.max_body_bytes
     length = headers.get("content-length", "")
     chunks: list[bytes] = []

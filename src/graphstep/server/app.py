@@ -22,6 +22,7 @@ from graphstep.inference.engine import DynamicEngine
 from graphstep.server.answers import Answer
 from graphstep.server.endpoints import GenerationEndpoint, Serving
 from graphstep.server.errors import ApiError
+from graphstep.server.gate import Gate
 from graphstep.server.metrics import CONTENT_TYPE
 from graphstep.server.model import EngineNumbers, ServedModel
 from graphstep.server.options import ServerOptions
@@ -51,6 +52,11 @@ class ServerApp:
     def build(self) -> Starlette:
         """Return the application."""
         key = self._options.api_key
+        gate = Middleware(
+            Gate,
+            metrics=lambda: self.serving().metrics,
+            asks_for_origin=key is None and self._options.is_local,
+        )
         return Starlette(
             routes=[
                 Route("/v1/completions", GenerationEndpoint(self.serving, is_chat=False), methods=["POST"]),
@@ -60,7 +66,7 @@ class ServerApp:
                 Route(HEALTH, self._health),
                 Route("/metrics", self._show_metrics),
             ],
-            middleware=[] if key is None else [Middleware(KeyCheck, key=key)],
+            middleware=[gate] if key is None else [gate, Middleware(KeyCheck, key=key)],
             exception_handlers={HTTPException: _http_error, ApiError: _api_error},
             lifespan=self._lifespan,
         )

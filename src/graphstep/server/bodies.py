@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Final, NoReturn
 
 from graphstep.errors import RequestError
-from graphstep.inference.requests import SEED_RANGE, SamplingParams
+from graphstep.inference.requests import SEED_RANGE, SamplingParams, later_seed
 from graphstep.server.chat import Message
 from graphstep.server.errors import ApiError
 
@@ -74,7 +74,7 @@ class Wanted:
         Raises:
             ApiError: out of range; all problems in one message.
         """
-        seed = None if self.seed is None else (self.seed + copy - SEED_RANGE.start) % 2**64 + SEED_RANGE.start
+        seed = None if self.seed is None else later_seed(self.seed, copy)
         try:
             return SamplingParams(
                 max_new_tokens=max_new_tokens,

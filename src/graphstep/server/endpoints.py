@@ -17,6 +17,7 @@ from graphstep.inference.engine import DynamicEngine
 from graphstep.server.answers import Answer, ClientGoneError, read_body, until_gone
 from graphstep.server.bodies import Wanted, from_request_error, read_chat, read_completion, read_json
 from graphstep.server.errors import ApiError
+from graphstep.server.gate import COUNTED
 from graphstep.server.generation import Generation, Piece
 from graphstep.server.metrics import Metrics
 from graphstep.server.model import ServedModel
@@ -111,6 +112,7 @@ class GenerationEndpoint:
             await answer.fail(ApiError(500, "the server failed; its log says more"))
         finally:
             metrics.num_open -= 1
+            scope[COUNTED] = True
             metrics.count_answer(scope["path"], status, time.monotonic() - start)
 
     async def _answer(self, serving: Serving, data: bytes, answer: Answer) -> None:

@@ -8,6 +8,7 @@ from graphstep.errors import GraphstepError
 
 _TYPES: Final = {
     401: "authentication_error",
+    403: "permission_error",
     404: "not_found_error",
     429: "rate_limit_error",
     500: "server_error",

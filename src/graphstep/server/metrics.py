@@ -55,6 +55,10 @@ class Metrics:
         self._answers[path, status] += 1
         self._request_seconds.add(seconds)
 
+    def count_status(self, path: str, status: int) -> None:
+        """Note an answer that is no generation, whose time says nothing."""
+        self._answers[path, status] += 1
+
     def count_first_token(self, seconds: float) -> None:
         """Note how long a sequence waited for its first token."""
         self._first_token_seconds.add(seconds)

@@ -38,8 +38,19 @@ class ServedModel:
 
     def text_of(self, token: int) -> str:
         """Return the text that a token has by itself; bytes that are no character become U+FFFD."""
+        data = self.text.bytes_of(token)
+        if data is not None:
+            return data.decode("utf-8", "replace")
         stream = self.text.stream()
         return stream.add(token) + stream.finish()
+
+    def name_of(self, token: int) -> str:
+        """Return its text, or its bytes as ``bytes:\\xe2\\x82`` where they are a part of a character."""
+        data = self.text.bytes_of(token)
+        text = self.text_of(token)
+        if data is None or text.encode() == data:
+            return text
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -64,12 +64,12 @@ class CompletionReply:
         return {"index": piece.index, "text": piece.text, "logprobs": logprobs, "finish_reason": piece.finish_reason}
 
     def _logprobs(self, details: Sequence[TokenDetail]) -> Json:
-        text_of = self._model.text_of
+        name_of = self._model.name_of  # texts alone would make one key of all parts of characters
         return {
-            "tokens": [text_of(detail.token) for detail in details],
+            "tokens": [name_of(detail.token) for detail in details],
             "token_logprobs": [detail.logprob for detail in details],
             "top_logprobs": [
-                {text_of(token): logprob for token, logprob in reversed(detail.top)} for detail in details
+                {name_of(token): logprob for token, logprob in reversed(detail.top)} for detail in details
             ],
             "text_offset": [detail.offset for detail in details],
         }
@@ -126,8 +126,12 @@ class ChatReply:
         return {"index": piece.index, "logprobs": logprobs, "finish_reason": piece.finish_reason}
 
     def _token(self, token: int, logprob: float) -> Json:
-        text = self._model.text_of(token)
-        return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+        data = self._model.text.bytes_of(token)
+        return {
+            "token": self._model.text_of(token),
+            "logprob": logprob,
+            "bytes": None if data is None else list(data),
+        }
 
 
 def models_reply(model: ServedModel) -> Json:

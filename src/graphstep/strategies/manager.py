@@ -24,7 +24,7 @@ from graphstep.capture.manifest import ATTACH_AGAIN, Watched, verify
 from graphstep.capture.plan import Key, Plan, PlanObserver
 from graphstep.capture.reasons import EagerReason
 from graphstep.capture.region import Region
-from graphstep.capture.report import CaptureReport
+from graphstep.capture.report import CaptureReport, EagerPart
 from graphstep.capture.session import GraphSession
 from graphstep.capture.signature import Signature
 from graphstep.config import CapturePolicy, CudaGraphConfig, CudaGraphImpl, MismatchPolicy
@@ -33,6 +33,7 @@ from graphstep.native.build import Build
 from graphstep.strategies.boundary import StepBoundary
 from graphstep.strategies.captured_chains import CapturedChains
 from graphstep.strategies.eager_parts import eager_parts, in_no_layer
+from graphstep.strategies.found_layers import found_layers
 from graphstep.strategies.local_calls import RegionCalls
 from graphstep.strategies.local_capture import Order, RegionFailedError, capture_chains, gradients_through_autograd
 from graphstep.strategies.local_forward import graphs_left_out
@@ -128,8 +129,10 @@ class CudaGraphManager:
         self._num_unchecked = 0
         self._apart: Mapping[Region, int] = {}
         """See :class:`Order`."""
+        self._eager_parts: tuple[EagerPart, ...] = ()
         self._modules = self._find(regions)
-        self._eager_parts = eager_parts(model, self._config.modules) if self._config.modules and self._modules else ()
+        if self._config.modules and self._modules and not self._eager_parts:
+            self._eager_parts = eager_parts(model, self._config.modules)
         for module in self._modules:
             module.install()
         self._regions = {calls.region: calls for module in self._modules for calls in module.regions}
@@ -147,6 +150,10 @@ class CudaGraphManager:
         found = graphed_layers(self._model, frozenset(self._config.modules), self._make_calls)
         if found and missing is not None:
             raise ConfigError(missing)
+        if not found:
+            found, self._eager_parts = found_layers(
+                self._model, self._config.modules, self._make_calls, is_required=self.is_required
+            )
         if not found:
             problem = nothing_to_capture(self._model, self._config.modules)
             if self.is_required:
@@ -399,7 +406,7 @@ class CudaGraphManager:
 
     def _captured_modules(self) -> list[tuple[str, GraphedModule]]:
         paths = {id(module): path for path, module in self._model.named_modules()}
-        return [(paths.get(id(module.module), ""), module) for module in self._modules]
+        return [(paths.get(id(module.module), ""), module) for module in self._modules if module.regions]
 
     def _release(self, chains: list[Chain]) -> None:
         for chain in chains:

@@ -15,7 +15,7 @@ from graphstep.capture.graph_triple import GraphTriple
 from graphstep.capture.manifest import Watched
 from graphstep.capture.merged_backward import by_graph
 from graphstep.capture.region import Region
-from graphstep.engine import kernel_switches, torch_private
+from graphstep.engine import compiled_part, kernel_switches
 from graphstep.errors import LifecycleError
 from graphstep.native.interface import Call, Facts, FastPath, Relay
 from graphstep.strategies.callable_checks import layout_guard
@@ -45,7 +45,7 @@ def callable_facts(fast: FastPath, pair: GraphPair, attributes: Attributes | Non
         facts.entry(module.__dict__, "training", is_training)
     for parameter in pair.accumulated:
         facts.tensor(parameter, parameter.data_ptr(), -1, True, False)
-    for function, arguments, expected in torch_private.unwrapped_answers():
+    for function, arguments, expected in compiled_part.unwrapped_answers():
         facts.answer(function, arguments, expected)
     return facts
 
@@ -159,7 +159,7 @@ def _add_modes(facts: Facts, pair: GraphPair) -> bool:
     facts.modes(device, ambient.grad_enabled, ambient.inference_mode, enabled, dtype, cache)
     for read, value in switches:
         facts.answer(read, (), value)
-    of_process = torch_private.process_answers(ambient.deterministic, ambient.matmul_precision, ambient.default_dtype)
-    for function, arguments, expected in (*of_process, *torch_private.thread_answers(device.device.type)):
+    of_process = compiled_part.process_answers(ambient.deterministic, ambient.matmul_precision, ambient.default_dtype)
+    for function, arguments, expected in (*of_process, *compiled_part.thread_answers(device.device.type)):
         facts.answer(function, arguments, expected)
     return True

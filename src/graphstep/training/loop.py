@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
@@ -38,6 +37,7 @@ from graphstep.training.ledger import Steadiness, StepLedger
 from graphstep.training.logging import make_logs
 from graphstep.training.optimizer import MainWeightAdamW
 from graphstep.training.proof import RunProof
+from graphstep.training.result import TrainResult
 from graphstep.training.router_counters import RouterCounters
 from graphstep.training.schedules import learning_rate
 from graphstep.training.setup import architecture, build_model, pointer_notice, preflight_with_data, with_vocabulary
@@ -61,33 +61,6 @@ class StrategyFactory(Protocol):
         optimizers: Sequence[Optimizer] = (),
     ) -> Strategy:
         """Return a new strategy, which nobody else uses."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrainResult:
-    """What a run has to show."""
-
-    first_iteration: int
-    """Completed steps at the start: 0, or those of the checkpoint."""
-    iteration: int
-    """Completed steps at the end."""
-    is_interrupted: bool
-    """Ctrl-C ended the run early."""
-    first_loss: float | None
-    """Training loss of the first step; None when no step was made."""
-    last_loss: float | None
-    """Training loss, mean over the last log interval."""
-    first_validation_loss: float | None
-    """Before the first step; None without validation."""
-    last_validation_loss: float | None
-    """After the last step."""
-    step_ms: float | None
-    """Median time of a step once everything is captured (of eager runs: after the first three steps)."""
-    peak_bytes: int
-    """Peak of allocated device memory on CUDA, of resident memory on the CPU."""
-    device: torch.device
-    report: CaptureReport
-    """What was captured."""
 
 
 class Trainer:
@@ -158,7 +131,7 @@ class Trainer:
         self.strategy, self._optimizer_graph = self._new_graphs()
         self.verification: VerifyReport | None = None
         """What ``cuda_graph_verify`` has found, once it has run."""
-        self._proof = RunProof(self, lambda n, found: self._log.write("shadow", {"iteration": n, **_as_values(found)}))
+        self._proof = RunProof(self, lambda event, values: self._log.write(event, values))  # noqa: PLW0108 - that of then
         self._on_step = on_step
         self._log = make_logs(training, console)
         self._ledger = StepLedger(self.device)
@@ -235,7 +208,6 @@ class Trainer:
             ):
                 restore_random_state(self._random, self.device)
                 self.verification = self._proof.verify(self._batches(self.datasets.train, shuffle=True))
-            self._log.write("verification", _as_values(self.verification))
         return self.verification
 
     def train_on(self, microbatches: Sequence[Any], strategy: Strategy, *, by_graphs: bool) -> tuple[Tensor, Tensor]:
@@ -498,8 +470,3 @@ class Trainer:
     def _end_values(self, result: TrainResult) -> dict[str, Any]:
         values = {field.name: getattr(result, field.name) for field in dataclasses.fields(result)}
         return {**values, "device": str(result.device), "report": result.report.to_json()}
-
-
-def _as_values(report: VerifyReport) -> dict[str, Any]:
-    """What a log takes of it."""
-    return {**report.to_json(), "text": report.summary()}

@@ -61,11 +61,11 @@ class RunProof:
 
     Args:
         steps: the trainer.
-        note: is given what a shadow has found, with the number of the step.
+        log: takes an event, ``verification`` or ``shadow``, and what was found.
     """
 
-    def __init__(self, steps: Steps, note: Callable[[int, VerifyReport], None]) -> None:
-        self._steps, self._note = steps, note
+    def __init__(self, steps: Steps, log: Callable[[str, Mapping[str, Any]], None]) -> None:
+        self._steps, self._log = steps, log
         training = steps.config.training
         self._interval = training.cuda_graph_shadow_interval
         self._tolerances = Tolerances(Tolerance(training.cuda_graph_verify_rtol, training.cuda_graph_verify_atol), {})
@@ -88,13 +88,15 @@ class RunProof:
             graphed=lambda batch: steps.train_on(batch, steps.strategy, by_graphs=True),
             eager=lambda batch, strategy: steps.train_on(batch, strategy, by_graphs=False),
         )
-        return Verification(
+        report = Verification(
             target,
             [[next(batches) for _ in range(training.num_microbatches)] for _ in range(number)],
             num_steps=training.cuda_graph_verify,
             warmup_calls=_MOST_ROUNDS,
             tolerances=self._tolerances,
         ).run()
+        self._log("verification", {**report.to_json(), "text": report.summary()})
+        return report
 
     # ----- beside the run
 
@@ -128,7 +130,8 @@ class RunProof:
             self._calls.close()
 
     def _tell(self, report: VerifyReport) -> None:
-        self._note(self._iteration, replace(report, target=f"iteration {self._iteration}"))
+        found = replace(report, target=f"iteration {self._iteration}")
+        self._log("shadow", {"iteration": self._iteration, **found.to_json(), "text": found.summary()})
 
     def _shadow_of_steps(self) -> StepShadow:
         def run(batch: Sequence[Any], strategy: Strategy) -> Tensor:

@@ -27,7 +27,7 @@ from graphstep.verification.compare import Tolerance, Tolerances, same_bits
 from graphstep.verification.differences import Rows, fresh, run_step
 from graphstep.verification.ranks import num_ranks, on_any_rank
 from graphstep.verification.report import Culprit, Part, VerifyReport
-from graphstep.verification.state import State, StateCopy, put_back_python
+from graphstep.verification.state import State, StateCopy, attributes_of, put_back_python
 from graphstep.verification.targets import Named, StepFunction, Target, has_own_graphs, target_of
 
 _NUDGE: Final = 1 + 2**-6
@@ -222,7 +222,7 @@ class Verification:
         self._add_modules(found.modules.values())
         named = with_children(self._modules())
         flags, steppers = [module for _, module in named], list(self._optimizers.values())
-        kept.append(StepState(Attributes(named), flags, steppers, found.places))
+        kept.append(StepState(attributes_of(named), flags, steppers, found.places))
         try:
             parts = StepParts([module for _, module in named] or [nn.Identity()])
             with parts.watching(keep):

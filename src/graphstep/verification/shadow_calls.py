@@ -16,7 +16,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from graphstep.capture.ambient import AmbientState
-from graphstep.capture.attributes import Attributes
 from graphstep.capture.report import CaptureReport
 from graphstep.capture.tree import flatten, tensor_paths, unflatten
 from graphstep.engine import torch_private
@@ -26,7 +25,7 @@ from graphstep.strategies.local_forward import has_graphs
 from graphstep.verification.compare import Tolerances
 from graphstep.verification.differences import Rows
 from graphstep.verification.report import Culprit, Part, Row, VerifyReport
-from graphstep.verification.state import Key, State, StateCopy, put_back_python
+from graphstep.verification.state import Key, State, StateCopy, attributes_of, put_back_python
 
 _WRITTEN: Final = (Part.BUFFER, Part.OTHER)
 """What a forward may write."""
@@ -201,7 +200,7 @@ class CallShadow:
     def _compared(self, seen: _Seen, state: State) -> Sequence[Row]:
         now = state.copy(_WRITTEN)
         named = with_children([("", self._model)])
-        python = Attributes(named)
+        python = attributes_of(named)
         results: dict[Key, Tensor] = {}
         state.restore(seen.before)
         try:
@@ -249,7 +248,7 @@ class CallShadow:
         """What a call writes and draws from, found by one that is undone."""
         state = State([("", self._model)], self._device)
         named = with_children([("", self._model)])
-        python = Attributes(named)
+        python = attributes_of(named)
 
         def run() -> None:
             args, keywords = _copied(arguments)

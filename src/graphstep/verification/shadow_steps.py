@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Generic, ParamSpec, TypeVar
 
-from graphstep.capture.attributes import Attributes
 from graphstep.strategies.iteration_refusals import with_children
 from graphstep.strategies.step_state import StepState
 from graphstep.verification.bisect import first_of_rows
 from graphstep.verification.compare import Tolerances
 from graphstep.verification.differences import Rows, fresh, result_tensors, run_step
 from graphstep.verification.report import VerifyReport
-from graphstep.verification.state import State, put_back_python
+from graphstep.verification.state import State, attributes_of, put_back_python
 from graphstep.verification.targets import Target
 
 P = ParamSpec("P")
@@ -93,7 +92,7 @@ class StepShadow:
 
     def _python(self, state: State) -> StepState:
         named = with_children(self._target.modules())
-        return StepState(Attributes(named), [module for _, module in named], state.optimizers, [])
+        return StepState(attributes_of(named), [module for _, module in named], state.optimizers, [])
 
 
 class ShadowedStep(Generic[P, R]):

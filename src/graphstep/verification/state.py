@@ -14,9 +14,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from graphstep.capture.attributes import Attributes
 from graphstep.engine import torch_private
 from graphstep.engine.tape_ops import OperationTable
 from graphstep.engine.undo import UndoLog, WriteObserver
+from graphstep.strategies.local_forward import graphs_left_out
 from graphstep.verification.compare import same_bits
 from graphstep.verification.report import Part
 
@@ -231,6 +233,13 @@ class State:
             for name, value in vars(module).items():
                 if isinstance(value, Tensor):
                     yield torch_private.storage_key(value), (path, name)
+
+
+def attributes_of(named: Iterable[Named]) -> Attributes:
+    """What Python keeps in modules, without what their strategies have put there."""
+    modules = list(named)
+    with graphs_left_out(module for _, module in modules):
+        return Attributes(modules)
 
 
 def put_back_python(kept: Iterable[HasPutBack], modules: Sequence[nn.Module]) -> None:
