@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import graphstep
 from graphstep.capture.session import GraphSession
+from graphstep.strategies import FullCudaGraphWrapper
 
 NUM_STEPS = 12
 WARMUP = 3
@@ -135,6 +136,39 @@ def test_an_optimizer_graph_leaves_a_kept_gradient_alone(device: torch.device) -
                 kept.append(job.model[0].weight.grad)
             graphed.step() if is_graphed else job.optimizer.step()
             job.trace += [*(each.detach().clone() for each in (*job.model.parameters(), *kept))]
+        traces.append(job.trace)
+        job.session.close()
+    assert all(map(torch.equal, *traces))
+
+
+def test_graphs_of_one_session_that_are_captured_anew_share_their_gradients(device: torch.device) -> None:
+    """The other graph still writes where gradients have been, so that one that is kept gets memory of its own."""
+
+    def forward_backward(*, data_iterator: Any, model: nn.Module, num_microbatches: int, forward_only: bool) -> Tensor:
+        loss: Tensor = model(next(data_iterator)).square().mean()
+        loss.backward()
+        return loss.detach()
+
+    traces = []
+    for is_graphed in (False, True):
+        job = Job(device, False)
+        wrapper = FullCudaGraphWrapper(forward_backward, model=job.model, session=job.session)
+        graphed = graphstep.OptimizerGraph(job.optimizer, session=job.session)
+        for index in range(NUM_STEPS):
+            if index == WARMUP + 2:
+                job.optimizer.param_groups[0]["betas"] = (0.8, 0.9)
+            if index == WARMUP + 5:
+                job.kept.append(job.model[0].weight.grad)
+            job.optimizer.zero_grad()
+            batch = iter([torch.randn(5, 4, generator=job.data).to(device)])
+            if is_graphed:
+                job.trace.append(wrapper(data_iterator=batch, num_microbatches=1))
+                graphed.step()
+            else:
+                call = {"model": job.model, "num_microbatches": 1, "forward_only": False}
+                job.trace.append(forward_backward(data_iterator=batch, **call))
+                job.optimizer.step()
+            job.trace += [each.detach().clone() for each in (*job.model.parameters(), *job.kept)]
         traces.append(job.trace)
         job.session.close()
     assert all(map(torch.equal, *traces))

@@ -68,6 +68,11 @@ class GraphSession:
         """True once closed."""
         return not self._finalizer.alive
 
+    @property
+    def has_recordings(self) -> bool:
+        """True while there are recordings that may write what they share."""
+        return bool(self._recordings)
+
     def stats(self, name: str, kind: str) -> RegionStats:
         """The counts of one region, made on first use."""
         found = self._stats.get(name)

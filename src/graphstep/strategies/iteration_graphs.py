@@ -237,7 +237,7 @@ class IterationGraphs:
         if iteration.graph is not None:
             self._session.release([iteration.graph.recording], stats)
         iteration.graph, iteration.observation, iteration.last_run, iteration.num_eager = None, None, None, 0
-        if all(other.graph is None for other in self._iterations.values()):
+        if not self._session.has_recordings:
             # Nothing writes them any more: gradients may live elsewhere from now on.
             self._session.gradient_homes.clear()
         iteration.gradients = StepGradients(self._session.gradient_homes)
