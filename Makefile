@@ -24,16 +24,13 @@ TRAIN_OPTIONS := \
 	--cuda-graph-impl full_iteration --no-check-for-nan-in-loss-and-grad --compare-with-eager 24
 
 .DEFAULT_GOAL := help
-.PHONY: help setup browser train test lint format clean
+.PHONY: help setup train test lint format clean
 
 help: ## Show this list.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 setup: ## Create the virtual environment and install everything into it (the other targets do this by themselves).
 	@sh scripts/set_up.sh "$(PYTHON)" "$(VENV)"
-
-browser: ## Install Chromium where there is no such browser (Debian, as root): a test opens a page in it.
-	@sh scripts/set_up_browser.sh
 
 train: setup ## Train a small GPT with its whole iteration captured, and compare it with eager training.
 	$(TRAIN_ENV) $(BIN)/graphstep train $(TRAIN_OPTIONS) $(ARGS)

@@ -284,8 +284,7 @@ def test_results_that_share_memory(fast: FastPath) -> None:
         found: list[Tensor] = []
         for number in range(5):
             torch.manual_seed(number)
-            flat, square = model(torch.randn(4, 8, requires_grad=True))
-            loss = (square * 2 + flat.view_as(square)).sum()
+            loss = _loss_of_two(*model(torch.randn(4, 8, requires_grad=True)))
             loss.backward()
             found += [loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
             model.zero_grad()
@@ -301,3 +300,7 @@ def test_results_that_share_memory(fast: FastPath) -> None:
         assert equal(losses(model, session), losses(reference, None))
         assert any(relays(session))
         assert [row.num_replays for row in session.report().rows] == [4, 4]
+
+
+def _loss_of_two(flat: Tensor, square: Tensor) -> Tensor:
+    return (square * 2 + flat.view_as(square)).sum()
