@@ -78,6 +78,15 @@ class Caller:
         self.num_expected = self.num_started = self.num_eager = 0
         self.num_closed = 0
 
+    def expect(self, pending: Pending) -> None:
+        """Wait for this call."""
+        self.pending = pending
+
+    def expect_nothing(self) -> None:
+        """Wait no longer."""
+        if self.pending is not None:
+            self.pending.drop()
+
     def __call__(self, *arguments: Any, **named: Any) -> Any:
         assert self.chain is not None
         pending, self.pending = self.pending, None

@@ -32,7 +32,7 @@ SPELLINGS = """
 --cuda-graph-warmup-steps --cuda-graph-use-single-mempool --no-cuda-graph-use-single-mempool
 --cuda-graph-retain-backward-graph --optimizer-cuda-graph --inference-cuda-graph-scope --cuda-graph-policy
 --cuda-graph-on-mismatch --cuda-graph-capture-after --cuda-graph-max-signatures --cuda-graph-merge-layers
---cuda-graph-debug --cuda-graph-report --cuda-graph-trace
+--cuda-graph-report --cuda-graph-trace
 --cuda-graph-debug --cuda-graph-verify --cuda-graph-shadow-interval --cuda-graph-verify-rtol --cuda-graph-verify-atol
 --hybrid-layer-pattern --mtp-num-layers --multi-latent-attention --transformer-impl --cross-entropy-loss-fusion
 --cross-entropy-fusion-impl --no-gradient-accumulation-fusion --te-rng-tracker --inference-rng-tracker --fp16

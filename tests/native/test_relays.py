@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import weakref
 from collections.abc import Iterator
@@ -262,3 +263,41 @@ def test_gradients_go_where_the_loop_has_them(fast: FastPath, monkeypatch: pytes
     with attached(model, 1) as session:
         assert equal(gradients(model, session), gradients(Model(), None))
     assert len(launched) == 5
+
+
+class Twice(nn.Module):
+    """Returns one memory in two shapes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y: Tensor = torch.tanh(self.linear(x))
+        return y.view(-1), y
+
+
+def test_results_that_share_memory(fast: FastPath) -> None:
+    del fast
+
+    def losses(model: nn.Sequential, session: CudaGraphManager | None) -> list[Tensor]:
+        found: list[Tensor] = []
+        for number in range(5):
+            torch.manual_seed(number)
+            flat, square = model(torch.randn(4, 8, requires_grad=True))
+            loss = (square * 2 + flat.view_as(square)).sum()
+            loss.backward()
+            found += [loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+            model.zero_grad()
+            if session is not None:
+                session.end_step()
+        return found
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), Twice())
+    reference = copy.deepcopy(model)
+    config = CudaGraphConfig(impl=CudaGraphImpl.local)
+    with graphstep.attach(model, config, regions={"*": "layer"}) as session:
+        assert equal(losses(model, session), losses(reference, None))
+        assert any(relays(session))
+        assert [row.num_replays for row in session.report().rows] == [4, 4]

@@ -136,9 +136,10 @@ PyObject* advance(Passage* self, bool takes_first) {
   if (step.launch != Py_None && !launch(step.launch, step.stats)) return nullptr;
   PyObject* versions = PyList_New(static_cast<Py_ssize_t>(step.outputs.size()));
   if (versions == nullptr) return nullptr;
+  // Anything that autograd saved from the last replay's outputs is now stale; autograd checks versions. Those that share
+  // memory share their version too.
+  for (PyObject* output : step.outputs) impl_of(output)->bump_version();
   for (size_t i = 0; i < step.outputs.size(); ++i) {
-    // Anything that autograd saved from the last replay's outputs is now stale; autograd checks versions.
-    impl_of(step.outputs[i])->bump_version();
     PyList_SET_ITEM(versions, static_cast<Py_ssize_t>(i), PyLong_FromLongLong(version_of(step.outputs[i])));
   }
   int failed = PyList_Append(way.versions, versions);

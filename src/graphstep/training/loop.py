@@ -255,7 +255,7 @@ class Trainer:
             before = self.validate()
             while self.iteration < last and not interrupt.is_requested:
                 try:
-                    self._step()
+                    self.make_step()
                 except NonFiniteError:
                     self._write_interval()  # the steps before show how it came to this
                     raise
@@ -281,13 +281,6 @@ class Trainer:
         )
         self._log.write("end", self._end_values(result))
         return result
-
-    def make_step(self) -> None:
-        """Make one step and nothing else: no validation, checkpoint or log line. For measurements.
-
-        Random numbers come from the default generators as they are.
-        """
-        self._step()
 
     def report(self) -> CaptureReport:
         """What has been captured so far, of the strategy and of the optimizer."""
@@ -382,7 +375,8 @@ class Trainer:
         self._random |= checkpoint.random()
         self.iteration = checkpoint.iteration
 
-    def _step(self) -> None:
+    def make_step(self) -> None:
+        """Make one step, and no more: :meth:`train` does the rest. Random numbers come from the default generators."""
         training = self.config.training
         lr = learning_rate(training, self.iteration)
         self._steadiness.begin_step()

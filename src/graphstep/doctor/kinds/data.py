@@ -17,11 +17,13 @@ DATA: tuple[Kind, ...] = (
         broken="""
 batches = [{"x": torch.randn(8, 4), "scale": 1.0 + index} for index in range(4)]
 
+
 def step(batch):  # here
     (layer(batch["x"]) * batch["scale"]).sum().backward()
 """,
         mended="""
 batches = [{"x": torch.randn(8, 4), "scale": torch.tensor(1.0 + index)} for index in range(4)]
+
 
 def step(batch):
     (layer(batch["x"]) * batch["scale"]).sum().backward()
@@ -40,6 +42,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 batches = DataLoader(TensorDataset(torch.randn(30, 4)), batch_size=8, pin_memory=True)  # here
 
+
 def step(x):
     layer(x).sum().backward()
 """,
@@ -47,6 +50,7 @@ def step(x):
 from torch.utils.data import DataLoader, TensorDataset
 
 batches = DataLoader(TensorDataset(torch.randn(30, 4)), batch_size=8, pin_memory=True, drop_last=True)
+
 
 def step(x):
     layer(x).sum().backward()
@@ -66,6 +70,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 batches = DataLoader(TensorDataset(torch.randn(32, 4)), batch_size=8)  # here
 
+
 def step(x):
     layer(x).sum().backward()
 """,
@@ -73,6 +78,7 @@ def step(x):
 from torch.utils.data import DataLoader, TensorDataset
 
 batches = DataLoader(TensorDataset(torch.randn(32, 4)), batch_size=8, pin_memory=True)
+
 
 def step(x):
     layer(x).sum().backward()
@@ -87,6 +93,7 @@ def step(x):
         fix="take the batch before the step and give it as an argument",
         broken="""
 stream = iter([torch.randn(8, 4) for _ in range(20)])
+
 
 def step():
     x = next(stream)  # here
@@ -108,11 +115,13 @@ def step(x):
         broken="""
 batches = [torch.randn(length, 4) for length in (8, 6, 7, 5)]
 
+
 def step(x):  # here
     layer(x).sum().backward()
 """,
         mended="""
 batches = [F.pad(torch.randn(length, 4), (0, 0, 0, 8 - length)) for length in (8, 6, 7, 5)]
+
 
 def step(x):
     layer(x).sum().backward()

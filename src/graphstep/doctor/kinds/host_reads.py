@@ -156,7 +156,9 @@ class Checked(nn.Module):
         self.num_bad.add_((~loss.detach().isfinite()).float())
         return loss
 
+
 model = Checked()
+
 
 def step(x):
     model(x).backward()
@@ -193,6 +195,7 @@ def step(x):
         fix="save after the step; clone() keeps a copy on the device",
         broken="""
 import copy
+
 
 def step(x):
     y = layer(x)

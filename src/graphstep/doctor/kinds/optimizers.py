@@ -17,6 +17,7 @@ OPTIMIZERS: tuple[Kind, ...] = (
         broken="""
 optimizer = torch.optim.AdamW(layer.parameters(), lr=1e-3)
 
+
 def step(x):
     optimizer.zero_grad()
     layer(x).sum().backward()
@@ -24,6 +25,7 @@ def step(x):
 """,
         mended="""
 optimizer = torch.optim.AdamW(layer.parameters(), lr=1e-3, fused=True)
+
 
 def step(x):
     optimizer.zero_grad()
@@ -42,6 +44,7 @@ def step(x):
 optimizer = torch.optim.SGD(layer.parameters(), lr=0.1, fused=True)
 scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
 
+
 def step(x):
     optimizer.zero_grad()
     layer(x).sum().backward()
@@ -51,6 +54,7 @@ def step(x):
         mended="""
 optimizer = torch.optim.SGD(layer.parameters(), lr=0.1, fused=True)
 scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)  # scheduler.step() follows the call of the step
+
 
 def step(x):
     optimizer.zero_grad()
@@ -89,6 +93,7 @@ def step(x):
 optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
 scaler = torch.amp.GradScaler("cpu")
 
+
 def step(x):
     optimizer.zero_grad()
     scaler.scale(layer(x).sum()).backward()
@@ -98,6 +103,7 @@ def step(x):
         mended="""
 optimizer = torch.optim.SGD(layer.parameters(), lr=0.1, fused=True)
 scaler = torch.amp.GradScaler("cpu")
+
 
 def step(x):
     optimizer.zero_grad()
@@ -116,6 +122,7 @@ def step(x):
         broken="""
 optimizer = torch.optim.LBFGS(layer.parameters(), max_iter=2)
 
+
 def step(x):
     def closure():
         optimizer.zero_grad()
@@ -127,6 +134,7 @@ def step(x):
 """,
         mended="""
 optimizer = torch.optim.SGD(layer.parameters(), lr=0.1, fused=True)
+
 
 def step(x):
     optimizer.zero_grad()

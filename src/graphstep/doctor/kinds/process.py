@@ -19,6 +19,7 @@ import os
 
 os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"  # here
 
+
 def step(x):
     layer(x).sum().backward()
     if torch.distributed.is_initialized():
@@ -29,6 +30,7 @@ import os
 
 os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
 os.environ["NCCL_GRAPH_REGISTER"] = "0"
+
 
 def step(x):
     layer(x).sum().backward()
@@ -47,6 +49,7 @@ def step(x):
 import os
 
 os.environ["CUDA_LAUNCH_BLOCKING"] = "1"  # here
+
 
 def step(x):
     layer(x).sum().backward()
@@ -67,6 +70,7 @@ def step(x):
 import os
 
 os.environ["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"  # here
+
 
 def step(x):
     layer(x).sum().backward()
@@ -117,6 +121,7 @@ def step(x):
         broken="""
 import gc
 
+
 def step(x):
     layer(x).sum().backward()
     gc.collect()  # here
@@ -136,6 +141,7 @@ def step(x):
         fix="use DistributedDataParallel with one process for each device; give the plain module",
         broken="""
 model = nn.DataParallel(layer)
+
 
 def step(x):
     model(x).sum().backward()  # here

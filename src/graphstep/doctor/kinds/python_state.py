@@ -23,7 +23,9 @@ class Model(nn.Module):
         self.num_calls += 1  # here
         return self.layer(x) / self.num_calls
 
+
 model = Model()
+
 
 def step(x):
     model(x).sum().backward()
@@ -39,7 +41,9 @@ class Model(nn.Module):
         self.num_calls.add_(1)
         return self.layer(x) / self.num_calls.clone()
 
+
 model = Model()
+
 
 def step(x):
     model(x).sum().backward()
@@ -55,6 +59,7 @@ def step(x):
         fix="return the value from the step and collect it outside",
         broken="""
 losses = []
+
 
 def step(x):
     loss = layer(x).square().mean()
@@ -87,7 +92,9 @@ class Model(nn.Module):
         self.penalty = y.square().mean()  # here
         return y
 
+
 model = Model()
+
 
 def step(x):
     (model(x).sum() + model.penalty).backward()
@@ -102,7 +109,9 @@ class Model(nn.Module):
         y = self.layer(x)
         return y, y.square().mean()
 
+
 model = Model()
+
 
 def step(x):
     y, penalty = model(x)
@@ -128,7 +137,9 @@ class Model(nn.Module):
         self.state = 0.9 * self.state + x  # here
         return self.layer(self.state)
 
+
 model = Model()
+
 
 def step(x):
     model(x).sum().backward()
@@ -144,7 +155,9 @@ class Model(nn.Module):
         self.state.mul_(0.9).add_(x)
         return self.layer(self.state.clone())
 
+
 model = Model()
+
 
 def step(x):
     model(x).sum().backward()
@@ -177,6 +190,7 @@ def step(x):
         broken="""
 import time
 
+
 def step(x):
     begin = time.perf_counter()  # here
     layer(x).sum().backward()
@@ -204,6 +218,7 @@ def step(x):
         mended="""
 layer.weight.register_hook(lambda gradient: gradient * 0.5)
 
+
 def step(x):
     layer(x).sum().backward()
 """,
@@ -219,6 +234,7 @@ def step(x):
         broken="""
 norm = nn.BatchNorm1d(4)
 
+
 def step(x):
     norm.train()  # here
     loss = norm(layer(x)).square().mean()
@@ -227,6 +243,7 @@ def step(x):
 """,
         mended="""
 norm = nn.BatchNorm1d(4)
+
 
 def step(x):
     loss = norm(layer(x)).square().mean()

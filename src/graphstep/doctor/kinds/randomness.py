@@ -37,6 +37,7 @@ def step(x):
         broken="""
 generator = torch.Generator().manual_seed(3)
 
+
 def step(x):
     noise = torch.randn(8, 4, generator=generator, device=x.device)  # here
     layer(x + noise).sum().backward()
@@ -63,6 +64,7 @@ def step(x):
         mended="""
 torch.manual_seed(7)
 
+
 def step(x):
     F.dropout(layer(x), 0.5).sum().backward()
 """,
@@ -81,6 +83,7 @@ from torch.utils.checkpoint import checkpoint
 
 block = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5))
 
+
 def step(x):
     checkpoint(block, x, use_reentrant=False).sum().backward()  # here
 """,
@@ -88,6 +91,7 @@ def step(x):
 from torch.utils.checkpoint import checkpoint
 
 block = nn.Sequential(nn.Linear(4, 4), nn.GELU())
+
 
 def step(x):
     checkpoint(block, x, use_reentrant=False).sum().backward()

@@ -81,12 +81,14 @@ def step(x):
         broken="""
 repeats = torch.tensor([1, 2, 1, 2, 1, 2, 1, 2])
 
+
 def step(x):
     y = layer(x).repeat_interleave(repeats, 0)  # here
     y.sum().backward()
 """,
         mended="""
 repeats = torch.tensor([1, 2, 1, 2, 1, 2, 1, 2])
+
 
 def step(x):
     y = layer(x).repeat_interleave(repeats, 0, output_size=12)
@@ -104,6 +106,7 @@ def step(x):
         broken="""
 ROWS = torch.tensor([True, False] * 4)
 
+
 def step(x):
     y = layer(x) * 1
     y[ROWS] = 2 * x[:4]  # here
@@ -111,6 +114,7 @@ def step(x):
 """,
         mended="""
 ROWS = torch.tensor([True, False] * 4)
+
 
 def step(x):
     y = torch.where(ROWS[:, None], 2 * x, layer(x))
@@ -127,6 +131,7 @@ def step(x):
         fix="allocate the tensor at its final size before the step and write into it",
         broken="""
 scratch = torch.empty(0)
+
 
 def step(x):
     y = layer(x)
@@ -150,12 +155,14 @@ def step(x):
         broken="""
 table = torch.randn(4, 4)
 
+
 def step(x):
     y = layer(x) @ table.t_()  # here
     y.sum().backward()
 """,
         mended="""
 table = torch.randn(4, 4)
+
 
 def step(x):
     y = layer(x) @ table.t()

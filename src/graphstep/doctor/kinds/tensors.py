@@ -22,6 +22,7 @@ def step(x):
         mended="""
 scales = torch.tensor([1.0, 2.0, 3.0, 4.0])
 
+
 def step(x):
     y = layer(x) * scales
     y.sum().backward()
@@ -60,6 +61,7 @@ def step(x):
         broken="""
 device = "cuda" if torch.cuda.is_available() else "cpu"
 
+
 def step(x):
     x = x.to(device)  # here
     layer(x).sum().backward()
@@ -80,6 +82,7 @@ def step(x):
         broken="""
 rows = torch.tensor([0, 2])
 
+
 def step(x):
     y = layer(x) * 1
     y[rows] = 0.5  # here
@@ -87,6 +90,7 @@ def step(x):
 """,
         mended="""
 rows = torch.tensor([0, 2])
+
 
 def step(x):
     y = layer(x) * 1

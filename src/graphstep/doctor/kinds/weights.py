@@ -67,7 +67,9 @@ class Model(nn.Module):
         self.mean = 0.9 * self.mean + 0.1 * x.mean(0)  # here
         return self.layer(x - self.mean)
 
+
 model = Model()
+
 
 def step(x):
     model(x).sum().backward()
@@ -83,7 +85,9 @@ class Model(nn.Module):
         self.mean.mul_(0.9).add_(x.mean(0), alpha=0.1)
         return self.layer(x - self.mean)
 
+
 model = Model()
+
 
 def step(x):
     model(x).sum().backward()
@@ -100,6 +104,7 @@ def step(x):
         fix="compute it in the step, or write it anew into the same memory after each change of the weight",
         broken="""
 transposed = layer.weight.detach().t().contiguous()
+
 
 def step(x):
     y = x @ transposed  # here
@@ -123,12 +128,14 @@ def step(x):
         broken="""
 lengths = torch.zeros(8)
 
+
 def step(x):
     lengths.add_(1)  # here
     (layer(x) * lengths[:, None]).sum().backward()
 """,
         mended="""
 lengths = torch.zeros(8)
+
 
 def step(x):
     longer = lengths + 1
@@ -146,6 +153,7 @@ def step(x):
         broken="""
 from torch.utils.checkpoint import checkpoint
 
+
 class Model(nn.Module):
     def __init__(self):
         super().__init__()
@@ -156,13 +164,16 @@ class Model(nn.Module):
         self.num_tokens.add_(x.shape[0])  # here
         return self.layer(x)
 
+
 model = Model()
+
 
 def step(x):
     checkpoint(model, x, use_reentrant=False).sum().backward()
 """,
         mended="""
 from torch.utils.checkpoint import checkpoint
+
 
 class Model(nn.Module):
     def __init__(self):
@@ -174,7 +185,9 @@ class Model(nn.Module):
         self.num_tokens.add_(x.shape[0])
         return checkpoint(self.layer, x, use_reentrant=False)
 
+
 model = Model()
+
 
 def step(x):
     model(x).sum().backward()
@@ -220,7 +233,9 @@ class Model(nn.Module):
             x = inner(x)  # here
         return self.head(x)
 
+
 model = Model()
+
 
 def step(x):
     model(x).sum().backward()
@@ -237,7 +252,9 @@ class Model(nn.Module):
             x = inner(x)
         return self.head(x)
 
+
 model = Model()
+
 
 def step(x):
     model(x).sum().backward()
@@ -295,6 +312,7 @@ def step(x):
         broken="""
 optimizer = torch.optim.SGD(layer.parameters(), lr=0.1, fused=True)
 
+
 def step(x):
     optimizer.zero_grad(set_to_none=False)  # here
     layer(x).sum().backward()
@@ -302,6 +320,7 @@ def step(x):
 """,
         mended="""
 optimizer = torch.optim.SGD(layer.parameters(), lr=0.1, fused=True)
+
 
 def step(x):
     optimizer.zero_grad()
