@@ -99,6 +99,22 @@ def test_a_change_at_any_time(device: torch.device, change: Any, before: int, se
     graphed.session.close()
 
 
+def test_parameters_that_are_frozen_in_turns_are_never_captured_as_they_were(device: torch.device) -> None:
+    plain, graphed = (Job(device, is_graphed) for is_graphed in (False, True))
+
+    def train(job: Job) -> None:
+        for index in range(NUM_STEPS):
+            job.model[0].requires_grad_(index % 2 == 0)
+            job.model[2].requires_grad_(index % 2 == 1)
+            job.run()
+
+    train(plain)
+    with pytest.warns(UserWarning, match=r"step is not captured, because .* changes between its calls"):
+        train(graphed)
+    assert all(map(torch.equal, plain.trace, graphed.trace))
+    graphed.session.close()
+
+
 @pytest.mark.parametrize("before", [WARMUP, WARMUP + 1, WARMUP + 2])
 @pytest.mark.parametrize("instead", [None, "another tensor"])
 @pytest.mark.parametrize("reset", [False, True])

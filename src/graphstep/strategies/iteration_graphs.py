@@ -270,11 +270,16 @@ class IterationGraphs:
 
     def _look_again_if_changed(self, iteration: Iteration, step: Step) -> None:
         """What the last run has shown is not what a capture would do, if something has changed since."""
-        changed = iteration.last_run.changed() if iteration.last_run is not None else []
-        if changed and iteration.num_looked_again < _MOST_LOOKS:
+        last_run = iteration.last_run
+        changed = last_run.changed() if last_run is not None else []
+        if last_run and changed and (iteration.num_looked_again < _MOST_LOOKS or last_run.taking_part()):
             iteration.num_looked_again += 1
             iteration.num_eager = self._warmup_of(step) - 1
             iteration.why_eager = f"warmup after a change of {changed[0]}"
+            if iteration.num_looked_again == _WARNED_AFTER:
+                warnings.warn(
+                    f"{step.stage} is not captured, because {changed[0]} changes between its calls", stacklevel=4
+                )
 
     @staticmethod
     def _count_recapture(iteration: Iteration, step: Step, what: str, advice: str) -> None:

@@ -89,7 +89,11 @@ class LastRun:
 
     def changed(self) -> list[str]:
         """Names what is not as it was. Rates and decays do not count."""
-        found = self._attributes.changed() or self._optimizers.moved()
-        if not found and any(parameter.requires_grad != before for parameter, before in self._wants_gradient):
-            found = ["frozen parameters"]
+        found = self.taking_part() or self._attributes.changed()
         return found or [f"{name} of an optimizer" for name in self._optimizers.refresh() if name != "weight_decay"]
+
+    def taking_part(self) -> list[str]:
+        """The same for what says which parameters get gradients and are updated: a capture must not differ in that."""
+        if any(parameter.requires_grad != before for parameter, before in self._wants_gradient):
+            return ["frozen parameters"]
+        return self._optimizers.moved()
