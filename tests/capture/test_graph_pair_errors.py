@@ -74,7 +74,7 @@ def test_a_half_is_captured_once(session: GraphSession, x: Tensor) -> None:
 
 
 def test_a_region_without_gradient_is_refused(session: GraphSession, x: Tensor) -> None:
-    with pytest.raises(CaptureError, match="no output of this region has a gradient"):
+    with pytest.raises(CaptureError, match="no result of it needs a gradient"):
         forward_pair(session, lambda x: x.detach() * 2, x)
 
 

@@ -239,12 +239,14 @@ def test_evaluation_between_steps(device: torch.device, options: str) -> None:
 def test_wrapper_that_cannot_be_set_up_again_is_left_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     session = GraphSession("cpu")
     job = Job(torch.device("cpu"), session, "the default stream", {})
-    nodes = [id(torch.autograd.graph.get_gradient_edge(p).node) for p in job.model.parameters()]
+    # Held, so that each has one Python object for as long as this runs.
+    nodes = [torch.autograd.graph.get_gradient_edge(p).node for p in job.model.parameters()]
     monkeypatch.setattr(data_parallel, "why_not_anew", lambda _wrapper: "it is special")
     streams = LeafStreams(session)
     assert not streams.set_right(job.model.parameters())
     assert streams.problem == "it is special"
-    assert nodes == [id(torch.autograd.graph.get_gradient_edge(p).node) for p in job.model.parameters()]
+    after = [torch.autograd.graph.get_gradient_edge(p).node for p in job.model.parameters()]
+    assert all(before is now for before, now in zip(nodes, after, strict=True))
     session.close()
 
 
