@@ -20,7 +20,7 @@ Rule = Callable[[ast.Module], Iterator[Fault]]
 
 # Which parts of the package each part may import, type-only imports included. Everybody may import what is in BASE.
 # An entry "models.segments" allows that module alone.
-BASE = ("errors", "version")
+BASE = ("errors", "version", "cache_folder")
 RECORDING = ("config", "engine", "capture", "coverage", "native")
 STEPPING = (*RECORDING, "models", "moe", "parallel", "strategies", "checkpoint_folders")
 BELOW_STRATEGIES = ("cut_forward", "forward_code", "recording", "structure", "unused_cache")
@@ -28,6 +28,7 @@ LOOPS = (*STEPPING, "verification", "training", "inference", "rl")
 IMPORTS_ALLOWED: dict[str, tuple[str, ...]] = {
     "errors": (),
     "version": (),
+    "cache_folder": (),
     "checkpoint_folders": (),
     "config": (),
     "engine": ("config",),

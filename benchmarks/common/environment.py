@@ -116,7 +116,11 @@ def command_line(program: str, argv: Sequence[str], environment: Mapping[str, st
         environment: variables of this process.
     """
     variables = ["PYTHONPATH=src"]
-    variables += [f"{name}={environment[name]}" for name in ("CUBLAS_WORKSPACE_CONFIG",) if name in environment]
+    variables += [
+        f"{name}={environment[name]}"
+        for name in ("CUBLAS_WORKSPACE_CONFIG", "GRAPHSTEP_FAST_PATH")
+        if name in environment
+    ]
     version = f"python{sys.version_info.major}.{sys.version_info.minor}"
     return f"{' '.join(variables)} {version} {program} {without_paths(shlex.join(argv))}".rstrip()
 

@@ -332,9 +332,6 @@ class StepRunner:
         )
         return found
 
-    def _forward_and_draw(self, tensors: StepTensors) -> tuple[Tensor, Tensor]:
-        return self._with_draw(self.steps.forward(tensors, None), tensors)
-
     def _with_draw(self, logits: Tensor, tensors: StepTensors) -> tuple[Tensor, Tensor]:
         return logits, self._draw(logits, tensors, GREEDY)
 

@@ -18,6 +18,7 @@ from typing import Any, Final, cast
 
 import torch
 
+from graphstep.cache_folder import default_cache_folder
 from graphstep.errors import CaptureError
 from graphstep.native.interface import FastPath
 
@@ -102,12 +103,14 @@ class Build:
 
     def _begin(self, environment: Mapping[str, str]) -> None:
         self._compiler = _compiler(environment)
-        folder = _cache_folder(environment)
+        folder = default_cache_folder(environment)
         headers = Path(sysconfig.get_paths()["include"], "Python.h")
         if folder is None:
             self.why_not = "there is no home folder for a cache"
             return
-        self._target = folder / _fingerprint(self._compiler) / f"{_NAME}{importlib.machinery.EXTENSION_SUFFIXES[0]}"
+        self._target = (
+            folder / _NAME / _fingerprint(self._compiler) / f"{_NAME}{importlib.machinery.EXTENSION_SUFFIXES[0]}"
+        )
         if self._target.exists():
             return
         if self._compiler is None:
@@ -191,14 +194,6 @@ def _compiler(environment: Mapping[str, str]) -> str | None:
     named = environment.get("CXX", "").split()
     names = (named[-1:] if len(named) == 1 else []) + ["c++", "g++"]
     return next((found for found in map(shutil.which, names) if found), None)
-
-
-def _cache_folder(environment: Mapping[str, str]) -> Path | None:
-    base = environment.get("XDG_CACHE_HOME", "")
-    if os.path.isabs(base):  # The XDG specification: a relative path is ignored.
-        return Path(base, "graphstep", _NAME)
-    home = environment.get("HOME", "")
-    return Path(home, ".cache", "graphstep", _NAME) if home else None
 
 
 def _fingerprint(compiler: str | None) -> str:

@@ -45,9 +45,6 @@ class Call(Protocol):
     def __call__(self, *arguments: Any, **named: Any) -> Any:
         """Run the expected replay, or the fallback."""
 
-    def is_expected(self) -> bool:
-        """True if a forward pass waits for this call."""
-
     def drop(self) -> None:
         """End the forward pass that waits for it."""
 

@@ -393,11 +393,6 @@ int call_init(PyObject* object, PyObject* arguments, PyObject*) {
   return keep(self->kept, arguments) ? 0 : -1;
 }
 
-// True if a passage expects this call.
-PyObject* call_is_expected(PyObject* object, PyObject*) {
-  return PyBool_FromLong(reinterpret_cast<Call*>(object)->value.passage != nullptr);
-}
-
 // Expect it no more, and let go of the results that were not asked for.
 PyObject* call_drop(PyObject* object, PyObject*) {
   Passage* passage = reinterpret_cast<Call*>(object)->value.passage;
@@ -406,7 +401,6 @@ PyObject* call_drop(PyObject* object, PyObject*) {
 }
 
 PyMethodDef call_methods[] = {
-    {"is_expected", call_is_expected, METH_NOARGS, "is_expected() -> bool: a passage waits for this call."},
     {"drop", call_drop, METH_NOARGS, "drop(): end the passage that waits for this call."},
     {nullptr, nullptr, 0, nullptr}};
 

@@ -13,10 +13,11 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from graphstep.cache_folder import default_cache_folder
 from graphstep.errors import DataError
 from graphstep.training.data import ByteTokenizer, HuggingFaceTokenizer
 from graphstep.training.data.corpus import read_pieces, text_corpus
-from graphstep.training.data.token_store import HEADER_BYTES, default_cache_folder, open_token_store
+from graphstep.training.data.token_store import HEADER_BYTES, open_token_store
 
 
 class CountingTokenizer(ByteTokenizer):

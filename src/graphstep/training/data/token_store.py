@@ -18,7 +18,7 @@ import os
 import secrets
 import struct
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -26,6 +26,7 @@ from typing import Any, BinaryIO
 import numpy as np
 import numpy.typing as npt
 
+from graphstep.cache_folder import default_cache_folder
 from graphstep.errors import DataError, Problem
 from graphstep.training.data.corpus import TextCorpus, UnreadableTextError, read_pieces
 from graphstep.training.data.tokenizers import Tokenizer
@@ -87,15 +88,6 @@ class _Counts:
     num_documents: int
     num_skipped: int
     first_skipped: int
-
-
-def default_cache_folder(env: Mapping[str, str]) -> Path | None:
-    """``$XDG_CACHE_HOME/graphstep`` or ``~/.cache/graphstep``; None when there is no home folder."""
-    base = env.get("XDG_CACHE_HOME", "")
-    if os.path.isabs(base):  # the XDG specification: a relative path is ignored
-        return Path(base, "graphstep")
-    home = env.get("HOME", "")
-    return Path(home, ".cache", "graphstep") if home else None
 
 
 def open_token_store(
