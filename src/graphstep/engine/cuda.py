@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from graphstep.engine import compiled_part, cuda_memory, torch_private
+from graphstep.engine import compiled_part, cuda_memory, kernel_switches, torch_private
 from graphstep.engine.ambient import casts_forgotten, collection_held
 from graphstep.engine.cuda_driver import capturing_node_count, restart_capture
 from graphstep.engine.cuda_memory import held_on_stream, pool_segments
@@ -132,6 +132,8 @@ class CudaEngine:
         self._is_primed = False
         self._workspace_bytes = 0
         self._is_closed = False
+        if not torch.cuda.is_current_stream_capturing():
+            kernel_switches.settle_attention_order(self._device)
 
     @property
     def name(self) -> str:

@@ -7,6 +7,7 @@ from operator import call
 from typing import Any, Final
 
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from graphstep.engine import torch_private
 
@@ -39,6 +40,16 @@ def attention_backends() -> tuple[Any, ...]:
     """Which kernels ``scaled_dot_product_attention`` may use now, and their order; empty where torch does not tell."""
     found = tuple(map(call, _READ_ATTENTION))
     return (*found, tuple(_ATTENTION_ORDER[0][0]())) if _ATTENTION_ORDER else found
+
+
+def settle_attention_order(device: torch.device) -> None:
+    """Have torch set its order of attention kernels for a GPU now: it does so at the process's first attention call.
+
+    Otherwise the order would change between the first warmup and the first capture, as if the user had changed it.
+    Nothing is launched but the making of one tiny tensor.
+    """
+    with torch.autocast(device.type, enabled=False), sdpa_kernel(SDPBackend.MATH):  # One that any user can have.
+        torch_private.choose_attention(*[torch.zeros(1, 1, 8, 8, device=device)] * 3)
 
 
 def set_attention_backends(values: Sequence[Any]) -> None:

@@ -259,11 +259,12 @@ def switch(reads: str, writes: str) -> tuple[Switch, ...]:
     Where torch cannot set it, that does nothing.
     """
     get = getattr(torch._C, reads, None)
-    return ((get, getattr(torch._C, writes, _nothing)),) if get is not None else ()
+    return ((get, getattr(torch._C, writes, lambda *_values: None)),) if get is not None else ()
 
 
-def _nothing(*_values: Any) -> None:
-    return None
+def choose_attention(*tensors: Tensor) -> None:
+    """Have torch choose the kernel of an attention call with these, without the call; nothing where it cannot."""
+    getattr(torch, "_fused_sdp_choice", lambda *_tensors: None)(*tensors)
 
 
 def saved_tensors_are_taken() -> bool:
