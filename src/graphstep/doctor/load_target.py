@@ -54,17 +54,19 @@ def load_target(word: str, *, batches: str = BATCHES) -> Target:
         given = getattr(module, batches, None)
         loader_name = batches
         if given is None and batches != BATCHES:
-            what = f"{module.__name__} has no {batches}"
-            raise UserInputError(Problem("target-batches", what, "--batches", suggestion(batches, vars(module), "")))
+            what = f"{path} has no {batches}"
+            fix = suggestion(batches, vars(module), "define it there: a list, one entry for each call")
+            raise UserInputError(Problem("target-batches", what, "--batches", fix))
     else:
         loader_name = ""
-    target = target_of(step, given if given is not None else (), word)
+    with _explained(word):
+        target = target_of(step, given if given is not None else (), word)
     if not isinstance(step, nn.Module | type) and not takes_arguments(step):
         target.batches = ()
     target.loader_name = loader_name
     is_module = isinstance(step, nn.Module) or (isinstance(step, type) and issubclass(step, nn.Module))
     if given is None and (is_module or needs_arguments(target.step)):
-        what = f"{word} takes arguments, and {module.__name__} has no {batches}"
+        what = f"{word} takes arguments, and {path} has no {batches}"
         fix = f"add a list {batches} to the file, one entry for each call, or name another variable with --batches"
         raise UserInputError(Problem("target-batches", what, "TARGET", fix))
     return target
@@ -72,15 +74,28 @@ def load_target(word: str, *, batches: str = BATCHES) -> Target:
 
 def failed(error: BaseException, where: str, doing: str) -> UserInputError:
     """What to say about an error of the user's own code."""
-    text = str(error).strip().splitlines()
+    text = _text_of(error).strip().splitlines()
     what = f"{doing} raised {type(error).__name__}{': ' + text[0] if text else ''}"
     entries = traceback.extract_tb(error.__traceback__)
     own = [e for e in entries if not any(part in e.filename for part in ("site-packages", "graphstep", "<frozen"))]
     place = f"{own[-1].filename}:{own[-1].lineno} in {own[-1].name}: {own[-1].line}" if own else where
     fix = "make it run by itself first: the doctor looks at steps that work"
-    if "CUDA" in str(error) or "NVIDIA" in str(error):
+    if isinstance(error, SystemExit):
+        fix = "let the step return; what ends the program belongs after it"
+    elif isinstance(error, ImportError) and "relative import" in _text_of(error):
+        fix = (
+            "name the file as a module of its package: package.module:function, from the folder that holds the package"
+        )
+    elif "CUDA" in _text_of(error) or "NVIDIA" in _text_of(error):
         fix = 'let the step run without a GPU too: device = "cuda" if torch.cuda.is_available() else "cpu"'
     return UserInputError(Problem("target-failed", what, place, fix))
+
+
+def _text_of(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception:  # Its own text fails, too.
+        return ""
 
 
 def _is_model(path: Path) -> bool:
