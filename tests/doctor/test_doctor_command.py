@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -91,11 +92,17 @@ def test_sarif_points_into_the_file(capsys: pytest.CaptureFixture[str], monkeypa
     assert "expect" in ITEM.read_text().splitlines()[place["region"]["startLine"] - 1]
 
 
-def test_sarif_of_a_variable_has_no_place(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sarif_of_a_variable_is_at_the_head_of_the_target(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Code hosts refuse a file in which a result has no place."""
+    monkeypatch.chdir(ROOT)
     monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "1")
     (result,) = sarif_of([f"{MLP}:step"], capsys)["runs"][0]["results"]
     assert result["ruleId"] == "GS-E002"
-    assert "locations" not in result
+    place = result["locations"][0]["physicalLocation"]
+    assert place["artifactLocation"]["uri"] == MLP.relative_to(ROOT).as_posix()
+    assert place["region"] == {"startLine": 1}
     assert "CUDA_LAUNCH_BLOCKING=1" in result["message"]["text"]
 
 
@@ -131,6 +138,7 @@ def test_codes_print_the_page(capsys: pytest.CaptureFixture[str]) -> None:
         ([f"{MLP}:step", "--json", "--sarif", "-"], "both --json and --sarif print"),
         (["--", "--num-layer", "2"], "--num-layer"),
         (["json:dumps"], "takes arguments, and json has no batches"),
+        (["torch.nn:Linear"], "is a class that is built with arguments"),
     ],
 )
 def test_bad_input_is_one_message(words: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -160,6 +168,51 @@ def test_script_that_exits_is_told_about_the_guard(tmp_path: Path, capsys: pytes
     path = written(tmp_path, "raise SystemExit(0)\n")
     assert main(["doctor", f"{path}:step"]) == 2
     assert 'if __name__ == "__main__"' in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("def step(x):\n    raise SystemExit(0)\n", "raised SystemExit"),
+        ("def step(x):\n    yield layer(x)\n", "calling it runs none of it"),
+        ("async def step(x):\n    layer(x)\n", "calling it runs none of it"),
+        ("def step(x):\n    return None\n", "runs no operation of torch"),
+        ("batches = []\n\ndef step(x):\n    layer(x)\n", "there is no batch"),
+        ("batches = 3\n\ndef step(x):\n    layer(x)\n", "the batches are int 3"),
+        ("from .layers import norm\n", "name the file as a module of its package"),
+        (
+            "class Odd(Exception):\n    def __str__(self):\n        raise ValueError\n\ndef step(x):\n    raise Odd\n",
+            "raised Odd",
+        ),
+    ],
+)
+def test_step_that_shows_nothing_is_no_clean_one(
+    text: str, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = written(tmp_path, "batches = [torch.randn(8, 4)]\n\n" + text)
+    assert main(["doctor", f"{path}:step"]) == 2
+    shown = capsys.readouterr().err
+    assert says in shown
+    assert "Traceback" not in shown
+
+
+def test_script_reads_none_of_the_words_of_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = """
+import argparse
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--rate", type=float, default=0.5)
+rate = parser.parse_args().rate
+
+
+def step():
+    (layer.weight * rate).sum().backward()
+"""
+    path = written(tmp_path, text)
+    words = ["doctor", f"{path}:step"]
+    monkeypatch.setattr("sys.argv", ["graphstep", *words])
+    assert main(words) == 0
+    assert sys.argv == ["graphstep", *words]
 
 
 def test_step_that_wants_a_gpu_is_told_how_to_do_without(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -124,7 +124,7 @@ class _Examination:
 
     def _batches(self, number: int) -> list[Any]:
         """Batches for so many calls; ``None`` for calls without arguments."""
-        given = self._target.batches
+        given: Any = self._target.batches
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # Of pinned memory on a machine without a GPU.
