@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -138,6 +139,8 @@ def test_codes_print_the_page(capsys: pytest.CaptureFixture[str]) -> None:
         ([f"{MLP}:step", "--json", "--sarif", "-"], "both --json and --sarif print"),
         (["--", "--num-layer", "2"], "--num-layer"),
         (["json:dumps"], "takes arguments, and json has no batches"),
+        ([str(ROOT)], "has no config.json"),
+        ([f"{MLP}:stepp"], "mlp.py has no stepp"),
         (["torch.nn:Linear"], "is a class that is built with arguments"),
     ],
 )
@@ -162,6 +165,12 @@ def test_failing_import_is_named_with_its_line(tmp_path: Path, capsys: pytest.Ca
     shown = capsys.readouterr().err
     assert "ZeroDivisionError" in shown
     assert f"{path}:5" in shown
+
+
+def test_mistake_in_the_file_is_named_with_its_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = written(tmp_path, "def step(x)\n    return x\n")
+    assert main(["doctor", f"{path}:step"]) == 2
+    assert f"where: {path}:5" in capsys.readouterr().err
 
 
 def test_script_that_exits_is_told_about_the_guard(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -237,6 +246,25 @@ def test_options_of_train(capsys: pytest.CaptureFixture[str]) -> None:
     small = "--num-layers 2 --hidden-size 32 --num-attention-heads 2 --seq-length 16"
     assert main(["doctor", "--json", "--", *small.split()]) == 0
     assert json.loads(capsys.readouterr().out)["num_operations"] > 100
+
+
+def test_options_of_train_take_one_thread_and_no_compiler() -> None:
+    """On a busy machine threads that wait for each other make it many times slower; the compiler takes seconds."""
+    code = """
+import sys
+import torch
+from graphstep.doctor.examination import examine
+from graphstep.doctor.train_options import options_target
+
+torch.set_num_threads(2)
+target = options_target(["--num-layers=1", "--hidden-size=16", "--num-attention-heads=2"], {})
+step, seen = target.step, set()
+target.step = lambda tokens, labels: (seen.add(torch.get_num_threads()), step(tokens, labels))
+examine(target)
+print(seen, torch.get_num_threads(), "torch._dynamo" in sys.modules)
+"""
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert shown.split("\n")[-2] == "{1} 2 False"
 
 
 @pytest.mark.skipif("transformers" not in os.listdir(Path(pytest.__file__).parents[1]), reason="needs transformers")

@@ -95,7 +95,8 @@ class _Examination:
 
     def result(self, num_runs: int) -> Diagnosis:
         begin = time.perf_counter()
-        with cuda_stood_in(self._notes.add):
+        # A step that was made here is small and names no device.
+        with _one_thread() if self._target.has_libraries else cuda_stood_in(self._notes.add):
             batches = self._batches(num_runs + 1)
             self._read_code()
             has_run = False
@@ -248,6 +249,17 @@ class _Examination:
             for line in self._calls.taken or [self._target.where]:
                 spot = Spot(line, True, True, "", frozenset(), frozenset(), False)
                 self._notes.add("GS-D004", f"next({iterators[0]})", spot=spot, part="data")
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Threads would wait for each other longer than they compute, the more so on a busy machine."""
+    number = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(number)
 
 
 def _hooks_of(module: nn.Module) -> Iterator[Any]:

@@ -45,6 +45,8 @@ def load_target(word: str, *, batches: str = BATCHES) -> Target:
             return model_target(Path(word))
         where = Path(word)
         what = f"{word} names no function" if where.is_file() or where.suffix == ".py" else f"there is no {word}"
+        if where.is_dir():
+            what = f"{word} has no config.json"
         fix = f"write {word}:step, with the name of the function" if where.suffix == ".py" else _FIX
         raise UserInputError(Problem("target-form", what, "TARGET", fix))
     module = _import_file(Path(path)) if path.endswith(".py") else _import_module(path)
@@ -78,6 +80,8 @@ def failed(error: BaseException, where: str, doing: str) -> UserInputError:
     what = f"{doing} raised {type(error).__name__}{': ' + text[0] if text else ''}"
     entries = traceback.extract_tb(error.__traceback__)
     own = [e for e in entries if not any(part in e.filename for part in ("site-packages", "graphstep", "<frozen"))]
+    if isinstance(error, SyntaxError) and error.filename and error.lineno:
+        where = f"{error.filename}:{error.lineno}"
     place = f"{own[-1].filename}:{own[-1].lineno} in {own[-1].name}: {own[-1].line}" if own else where
     fix = "make it run by itself first: the doctor looks at steps that work"
     if isinstance(error, SystemExit):
@@ -133,7 +137,8 @@ def _attribute(module: ModuleType, name: str, word: str) -> Any:
     value: Any = module
     for part in name.split("."):
         if not hasattr(value, part):
-            what = f"{getattr(value, '__name__', type(value).__name__)} has no {part or 'empty name'}"
+            owner = word.rpartition(":")[0] if value is module else type(value).__name__
+            what = f"{owner} has no {part or 'empty name'}"
             names = [each for each, held in vars(module).items() if callable(held) and not each.startswith("_")]
             raise UserInputError(Problem("target-name", what, word, suggestion(part, names, "name a function of it")))
         value = getattr(value, part)
