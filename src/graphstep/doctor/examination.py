@@ -104,13 +104,13 @@ class _Examination:
                 self._run(batch, number)
                 self._read_code()
                 has_run = has_run or self._operations.num_operations > 0
-        if not has_run:
-            what = f"{self._target.name} runs no operation of torch: there is nothing to look at"
-            fix = "name the function that makes one step"
-            raise UserInputError(Problem("target-empty", what, str(self._target.where), fix))
         self._finder.finish()
         self._look_around(batches)
         settle(self._findings)
+        if not has_run and not self._findings.sorted():
+            what = f"{self._target.name} runs no operation of torch: there is nothing to look at"
+            fix = "name the function that makes one step"
+            raise UserInputError(Problem("target-empty", what, str(self._target.where), fix))
         return Diagnosis(
             target=self._target.name,
             file=self._target.where.file,
