@@ -12,8 +12,8 @@ transformers' own classes with random weights in bf16, attention by scaled dot-p
 - ``graph_step``      ``graphstep.graph_step`` around the step: one graph
 - ``graph_step_causal``  the same after ``use_causal_attention(model)``: without it, a capture makes a mask
 - ``eager_causal``    the step as it is, after the same; losses and gradients equal those of ``eager``
-- ``eager_zero_grad``  the step with ``model.zero_grad()``: gradients are made anew, as in most training loops; all others
-  zero gradients in place
+- ``eager_zero_grad``  the step with ``model.zero_grad()``: gradients are made anew, as in most loops; all others zero
+  them in place
 - ``graph_step_zero_grad``  the same as one graph, after ``use_causal_attention(model)``
 
 What is reported: time of a step issued back to back, of one with an idle device before it, and the host's part of it;
