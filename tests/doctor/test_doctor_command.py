@@ -137,6 +137,8 @@ def test_codes_print_the_page(capsys: pytest.CaptureFixture[str]) -> None:
         ([f"{MLP}:step", f"{ITEM}:step"], "there are two targets"),
         ([f"{MLP}:step", "--", "--num-layers", "2"], "there is a target, and there are options"),
         ([f"{MLP}:step", "--json", "--sarif", "-"], "both --json and --sarif print"),
+        ([f"{MLP}:step", "--sarif", "/nowhere/found.sarif"], "there is no folder /nowhere"),
+        ([f"{MLP}:step", "--sarif", str(ROOT)], "is a folder"),
         (["--", "--num-layer", "2"], "--num-layer"),
         (["json:dumps"], "takes arguments, and json has no batches"),
         ([str(ROOT)], "has no config.json"),

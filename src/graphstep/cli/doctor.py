@@ -153,6 +153,11 @@ def read_doctor_options(argv: Sequence[str]) -> DoctorOptions:
         problems.append(Problem("doctor-target", "there is no target", "graphstep doctor", fix))
     if options.json and options.sarif == "-":
         problems.append(Problem("doctor-output", "both --json and --sarif print", "--sarif", "write one to a file"))
+    if options.sarif not in (None, "-"):
+        path = Path(options.sarif or "")
+        if path.is_dir() or not path.parent.is_dir():
+            what = f"{path} is a folder" if path.is_dir() else f"there is no folder {path.parent}"
+            problems.append(Problem("doctor-output", what, "--sarif", "name a file in a folder that there is"))
     if problems:
         raise ConfigError(problems)
     return options
