@@ -153,11 +153,6 @@ def read_doctor_options(argv: Sequence[str]) -> DoctorOptions:
         problems.append(Problem("doctor-target", "there is no target", "graphstep doctor", fix))
     if options.json and options.sarif == "-":
         problems.append(Problem("doctor-output", "both --json and --sarif print", "--sarif", "write one to a file"))
-    if options.sarif not in (None, "-"):
-        path = Path(options.sarif or "")
-        if path.is_dir() or not path.parent.is_dir():
-            what = f"{path} is a folder" if path.is_dir() else f"there is no folder {path.parent}"
-            problems.append(Problem("doctor-output", what, "--sarif", "name a file in a folder that there is"))
     if problems:
         raise ConfigError(problems)
     return options
@@ -177,5 +172,9 @@ def _set(options: DoctorOptions, name: str, text: str) -> list[Problem]:
         return [Problem("unknown-choice", f"{name}: expected one of {', '.join(_LEVELS)}, got {text!r}", name, fix)]
     if not text:
         return [Problem("malformed-value", f"{name}: a value is missing", name, f"write {name} and what it is")]
+    path = Path(text)
+    if name == "--sarif" and text != "-" and (path.is_dir() or not path.parent.is_dir()):
+        what = f"{path} is a folder" if path.is_dir() else f"there is no folder {path.parent}"
+        return [Problem("doctor-output", what, name, "name a file in a folder that there is")]
     setattr(options, name.removeprefix("--"), text)
     return []
