@@ -172,9 +172,14 @@ def _set(options: DoctorOptions, name: str, text: str) -> list[Problem]:
         return [Problem("unknown-choice", f"{name}: expected one of {', '.join(_LEVELS)}, got {text!r}", name, fix)]
     if not text:
         return [Problem("malformed-value", f"{name}: a value is missing", name, f"write {name} and what it is")]
-    path = Path(text)
-    if name == "--sarif" and text != "-" and (path.is_dir() or not path.parent.is_dir()):
-        what = f"{path} is a folder" if path.is_dir() else f"there is no folder {path.parent}"
-        return [Problem("doctor-output", what, name, "name a file in a folder that there is")]
-    setattr(options, name.removeprefix("--"), text)
-    return []
+    what = _unwritable(text) if name == "--sarif" and text != "-" else ""
+    if not what:
+        setattr(options, name.removeprefix("--"), text)
+    return [Problem("doctor-output", what, name, "name a file in a folder that there is")] if what else []
+
+
+def _unwritable(name: str) -> str:
+    path = Path(name)
+    if path.is_dir():
+        return f"{path} is a folder"
+    return "" if path.parent.is_dir() else f"there is no folder {path.parent}"
