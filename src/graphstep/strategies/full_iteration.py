@@ -196,6 +196,7 @@ class FullCudaGraphWrapper:
         found.add_function(self._function)
         found.add_modules([self._model] if isinstance(self._model, nn.Module) else self._model)
         found.add_values(values_of(flatten(call)[1]))
+        found.add_optimizers(self._inside)
         return found.places
 
     def _run(self, given: Any, forward_only: bool) -> Any:

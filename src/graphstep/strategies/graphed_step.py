@@ -194,6 +194,7 @@ class GraphedStep(Generic[P, R]):
         found.add_function(self._function)
         found.add_values(values_of(flatten(batch)[1]))
         found.add_modules(module for _, module in self._parts.modules())
+        found.add_optimizers(self._parts.optimizers)
         self._parts.add_modules(found.modules.values())
         return found.places
 

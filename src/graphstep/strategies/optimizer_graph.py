@@ -61,7 +61,7 @@ class OptimizerGraph:
             function=lambda _: run(),
             modules=(),
             optimizers=self._optimizers,
-            reads=lambda _: _read_by(run),
+            reads=lambda _: _read_by(run, optimizer),
         )
         self._graphs = IterationGraphs(
             self.session, warmup_steps=max(1, cuda_graph_warmup_steps), max_graphs=4, policy=policy
@@ -107,9 +107,10 @@ class _StepOf:
         self._optimizer.step()
 
 
-def _read_by(run: Callable[[], Any]) -> list[Place]:
+def _read_by(run: Callable[[], Any], optimizer: Optimizer) -> list[Place]:
     found = StepReads()
     found.add_function(run)
+    found.add_optimizers([optimizer])
     return found.places
 
 

@@ -38,6 +38,17 @@ _NO_MATTER: Final = frozenset({"CACHE", "EXTENDED_ARG", "PUSH_NULL", "COPY", "SW
 _READS_THE_RATE: Final = frozenset({"get_last_lr", "_last_lr", "last_epoch", "get_lr"})
 """Attributes of a scheduler that change as it steps."""
 
+_OF_OPTIMIZERS: Final = frozenset(
+    {
+        *("defaults", "state", "param_groups", "step", "grad_scale", "found_inf"),
+        *("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"),
+        *("_optimizer_state_dict_pre_hooks", "_optimizer_state_dict_post_hooks"),
+        *("_optimizer_load_state_dict_pre_hooks", "_optimizer_load_state_dict_post_hooks"),
+        *("_warned_capturable_if_run_uncaptured", "_need_device_dtype_check_for_fused", "_opt_called", "_step_count"),
+    }
+)
+"""Attributes of an optimizer that torch, its schedulers and scalers set, and that are watched elsewhere if at all."""
+
 _LAUNCHES: Final = frozenset({"step", "forward_backward", "__call__"})
 """Attributes of what launches graphs of its own."""
 
@@ -81,6 +92,17 @@ class StepReads:
         for root in modules:
             for module in root.modules():
                 self._follow(module.__dict__.get("forward", type(module).forward))
+
+    def add_optimizers(self, optimizers: Iterable[Optimizer]) -> None:
+        """What optimizers of the user's own keep besides groups and state, and what the code of their step reads."""
+        for optimizer in optimizers:
+            kind = type(optimizer)
+            if _is_of_library(kind):
+                continue
+            for name, value in vars(optimizer).items():
+                if name not in _OF_OPTIMIZERS:
+                    self._use(f"{kind.__name__}.{name}", vars(optimizer), name, value)
+            self._follow(inspect.unwrap(kind.step), optimizer, kind.__name__)
 
     # ----- functions
 
@@ -183,9 +205,10 @@ class StepReads:
         name, rest = attributes[0], attributes[1:]
         if isinstance(value, LRScheduler) and name in _READS_THE_RATE:
             self._note(f"{path}.last_epoch", vars(value), "last_epoch", is_whole=False)
-        if isinstance(value, Optimizer | LRScheduler) or (
-            not isinstance(value, nn.Module | type) and _is_of_library(type(value))
-        ):
+        if not isinstance(value, nn.Module | type) and _is_of_library(type(value)):
+            return
+        if isinstance(value, Optimizer | LRScheduler):
+            self._follow_class(path, value, name)
             return
         for owner in _dicts_of(value):
             if name in owner:
