@@ -355,10 +355,14 @@ class IterationGraphs:
             iteration.last_run = LastRun(iteration.attributes.again(), step.optimizers, leaves)
             iteration.attributes = None
         if is_set_up_again:
-            for each in self._iterations.values():
-                if each.graph is None:
-                    each.num_eager, each.why_eager = 0, SET_UP_AGAIN
+            self._warm_up_again()
         return result
+
+    def _warm_up_again(self) -> None:
+        """After DistributedDataParallel was set up again: what is not captured begins anew."""
+        for each in self._iterations.values():
+            if each.graph is None:
+                each.num_eager, each.why_eager = 0, SET_UP_AGAIN
 
     # ----- capture and replay
 
@@ -394,6 +398,8 @@ class IterationGraphs:
             watched.put_back()
             before.put_back()
             gradients.forget()
+            if self._leaf_streams.give_up_backward(module for _, module in modules):
+                self._warm_up_again()
             if not isinstance(error, CaptureError) or not is_wrapped(modules, self._session.device):
                 raise
             raise told_of_wrapper(error, self._leaf_streams.problem) from error
