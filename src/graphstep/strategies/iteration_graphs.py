@@ -293,7 +293,9 @@ class IterationGraphs:
     def _learn_again(self, step: Step, iteration: Iteration, batch: Any, stats: RegionStats, reason: str) -> Any:
         """Gradients are not as in the runs that were seen: run eagerly, and see what the step does with these."""
         stats.eager_calls[reason] += 1
-        if iteration.gradients.knows_too_little():
+        # What runs no backward has nothing to do with gradients; it was only seen before there were any.
+        is_evaluation = not step.fills_gradients or not torch.is_grad_enabled()
+        if is_evaluation or iteration.gradients.knows_too_little():
             self._drop(iteration, stats)
             iteration.num_eager = self._warmup_of(step) - 1
             return self._warm_up(step, iteration, batch)
@@ -426,7 +428,7 @@ class IterationGraphs:
             return flatten(result)
 
         while True:
-            iteration.gradients.ready(leaves, where)
+            iteration.gradients.ready(leaves, where, is_alone=not self._session.has_recordings)
             try:
                 untimed = torch_private.no_data_parallel_timings(self._all_modules(step))
                 with step.optimizers.captured(where), untimed:

@@ -42,6 +42,8 @@ class OptimizersInside:
         self._states: list[dict[Any, Any]] = []
         self._held: list[Any] = []
         self._ways: list[Any] = []
+        self._left: list[Tensor | None] = []
+        """Gradients of frozen parameters, that no other gets their identity."""
         self._scheduled: list[dict[str, Any]] = []
         """Groups whose rate a run has set."""
         self._decays = DecaysInside(self._optimizers, device)
@@ -111,6 +113,7 @@ class OptimizersInside:
         made._decays = self._decays.noted()
         made._numbers = [_numbers_of(group) for group in self._groups()]
         made._members, made._ways = self._all_members(), self._all_ways()
+        made._left = [parameter.grad for parameter in self.parameters() if not parameter.requires_grad]
         made._states = [state for optimizer in self._optimizers for state in optimizer.state.values()]
         made._held = list(chain.from_iterable(map(dict.values, made._states)))
         return made
@@ -198,7 +201,9 @@ class OptimizersInside:
             hooks = (*optimizer._optimizer_step_pre_hooks, *optimizer._optimizer_step_post_hooks)
             found += [id(optimizer.__dict__.get("step")), hooks]
         for parameter in self.parameters():
-            found += [parameter.requires_grad, tuple(parameter._backward_hooks or ())]
+            # What is left in .grad of a frozen one is used as it is, and nothing else watches it.
+            left = None if parameter.requires_grad else parameter.grad
+            found += [parameter.requires_grad, tuple(parameter._backward_hooks or ()), id(left)]
         return found
 
     def _keyed(self) -> Iterator[tuple[tuple[int, int], dict[str, Any]]]:
