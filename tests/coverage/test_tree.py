@@ -193,3 +193,17 @@ def test_the_model_is_walked_as_often_for_many_regions_as_for_one() -> None:
         module_tree(CaptureReport("tape", rows, 0).to_json(), model)
         walks.append(model.num_walks)
     assert walks[0] == walks[1]
+
+
+def test_regions_of_another_model_leave_the_modules_unknown() -> None:
+    loop = Loop()
+    with graphstep.attach(loop.model, regions={"layers.*": "layer"}) as manager:
+        loop()
+        report = manager.report().to_json()
+    assert nodes_of(module_tree(report, loop.model))["head"].why == "no graph was asked for here"
+    above = nodes_of(module_tree(report, nn.Sequential(loop.model)))
+    assert above["0.layers.0"].why == "not known: the regions are named by no path of this model"
+    rows = (captured("callables[0] (Block)", "callable"), captured("optimizer", "optimizer"))
+    callables = nodes_of(module_tree(CaptureReport("tape", rows, 0).to_json(), loop.model))
+    assert callables["layers.0"].why == "not known: the regions are named by no path of this model"
+    assert callables["callables[0] (Block)"].coverage is Coverage.captured

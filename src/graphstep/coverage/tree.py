@@ -11,10 +11,14 @@ from torch import nn
 
 from graphstep.models.segments import SegmentedModule
 
+WHOLE_MODEL: Final = "the whole model"
+"""What a region with the empty path is called."""
 _WHOLE_STEP: Final = ("iteration", "block")
 """Kinds of regions that contain every module."""
 _PART: Final = "part"
 _OUTSIDE: Final = "no graph was asked for here"
+_ELSEWHERE: Final = "not known: the regions are named by no path of this model"
+"""Graphs were attached to a part of the model, or to a list of callables."""
 
 
 class Coverage(StrEnum):
@@ -86,6 +90,7 @@ def module_tree(report: Mapping[str, Any], model: nn.Module | None = None) -> Mo
     root, nodes = _nodes_of(model)
     owned = _owned_paths(model)
     claims: dict[str, _Claim] = {}
+    is_elsewhere = model is not None and _is_elsewhere(report, nodes, owned)
     for region in report["regions"]:
         if region["kind"] in _WHOLE_STEP:
             continue
@@ -105,7 +110,7 @@ def module_tree(report: Mapping[str, Any], model: nn.Module | None = None) -> Mo
             claims.setdefault(path, claims[first])
     whole = [region for region in report["regions"] if region["kind"] in _WHOLE_STEP]
     has_parts = any(region["kind"] not in (*_WHOLE_STEP, "optimizer") for region in report["regions"])
-    outside = _Claim(Coverage.eager, _OUTSIDE)
+    outside = _Claim(Coverage.eager, _ELSEWHERE if is_elsewhere else _OUTSIDE)
     if whole and not has_parts:
         outside = _whole_claim(whole)
     elif not report["regions"]:
@@ -149,6 +154,18 @@ def _covered_paths(region: str, nodes: Mapping[str, ModuleNode]) -> list[str]:
     return [first, *(f"{layer}.{other}" if layer else other for other in others)]
 
 
+def _is_elsewhere(report: Mapping[str, Any], nodes: Mapping[str, ModuleNode], owned: Mapping[str, Any]) -> bool:
+    """True if there are regions, and none lies in this model."""
+    paths = [
+        path
+        for region in report["regions"]
+        if region["kind"] not in (*_WHOLE_STEP, "optimizer")
+        for path in _covered_paths(region["name"], nodes)
+    ]
+    inner = nodes.keys() - {""}
+    return bool(paths) and not any(path in nodes or path in owned or path.rpartition(".")[0] in inner for path in paths)
+
+
 def _owned_paths(model: nn.Module | None) -> dict[str, list[str]]:
     """For each part of a layer the modules that belong to it besides the one that it is named after: norms."""
     if model is None:
@@ -177,7 +194,7 @@ def _other_places(model: nn.Module | None) -> Iterator[tuple[str, str]]:
 def _claim_of(region: Mapping[str, Any]) -> _Claim:
     if region["is_captured"]:
         misses = _eager_calls(region)
-        text = f"in the graphs of {region['name'] or 'the whole model'}"
+        text = f"in the graphs of {region['name'] or WHOLE_MODEL}"
         return _Claim(Coverage.captured, f"{text}; eager: {misses}" if misses else text)
     reasons = region["why_not_captured"] or _eager_calls(region) or "not called yet"
     return _Claim(Coverage.eager, reasons)
