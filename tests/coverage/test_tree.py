@@ -14,6 +14,7 @@ from graphstep.capture.report import CaptureReport, EagerPart, RegionStats
 from graphstep.config import CudaGraphConfig, from_argv
 from graphstep.coverage import ModuleNode, module_tree
 from graphstep.coverage.tree import Coverage
+from graphstep.errors import CaptureError
 from graphstep.training.loop import Trainer
 
 
@@ -49,15 +50,32 @@ def test_what_lies_in_a_captured_module_is_captured_and_the_rest_is_not() -> Non
     assert nodes[""].num_parameters == sum(p.numel() for p in loop.model.parameters())
 
 
+class Reads(nn.Module):
+    """Reads a value on the host."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x) / max(1.0, x.norm().item())
+
+
+def test_a_capture_that_failed_and_stopped_the_run_says_why_and_where() -> None:
+    model = Model()
+    model.layers[1] = Reads()
+    loop = Loop(model)
+    with graphstep.attach(model, regions={"layers.*": "layer"}) as manager:
+        loop()
+        with pytest.raises(CaptureError):
+            loop()
+        nodes = nodes_of(module_tree(manager.report().to_json(), model))
+    assert "_local_scalar_dense" in nodes["layers.1"].why
+    assert "test_tree.py" in nodes["layers.1"].why
+    assert nodes["layers.0"].coverage is Coverage.eager
+
+
 def test_a_capture_that_failed_says_why_and_where() -> None:
-    class Reads(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = nn.Linear(8, 8)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.inner(x) / max(1.0, x.norm().item())
-
     model = Model()
     model.layers[1] = Reads()
     loop = Loop(model)
