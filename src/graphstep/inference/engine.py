@@ -197,7 +197,7 @@ class DynamicEngine:
             LifecycleError: suspended, closed, or the model is in training mode.
             StaleAddressError: weights are not where graphs expect them. No request is lost.
 
-        Other errors pass through; steps that were not returned are taken back, and later calls repeat them.
+        Other errors pass through; no token is lost: later calls return what was in flight, and repeat what failed.
         """
         return self._step(verifies=True)
 
