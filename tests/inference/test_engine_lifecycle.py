@@ -10,6 +10,7 @@ import torch
 from tests.inference.generation import build_engine, build_model, greedy, prompts, reference, seeded
 
 from graphstep.errors import InputMismatchError, LifecycleError, RequestError
+from graphstep.inference.draws import PendingDraws
 from graphstep.inference.engine import CacheMode, DynamicEngine, EngineState
 from graphstep.inference.requests import FinishReason, Request, SamplingParams
 from graphstep.models import GPTModel
@@ -256,6 +257,29 @@ class TestNewWeights:
             assert update.num_recomputed == 2
             finish(engine)
             assert [request.num_preemptions for request in requests] == [1, 1]
+
+    @pytest.mark.parametrize("keeps_running", [False, True])
+    def test_count_though_a_step_of_the_update_fails(
+        self, keeps_running: bool, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        model = build_model("llama")
+        (prompt,) = prompts(9)
+
+        def update(engine: DynamicEngine) -> None:
+            with monkeypatch.context() as patched, engine.weight_update(keeps_running=keeps_running):
+                engine.add_request([5], greedy(4))
+                engine.step()
+                model.load_state_dict(doubled(model), strict=False)
+                patched.setattr(PendingDraws, "read", lambda _: 1 / 0)
+
+        with build_engine(model) as engine:
+            engine.generate([prompt], greedy(3))
+            with pytest.raises(ZeroDivisionError):
+                update(engine)
+            finish(engine)
+            (request,) = engine.generate([prompt], greedy(3))
+            assert request.num_cached_tokens == 0
+            assert is_right(model, request)
 
 
 @pytest.mark.parametrize("kind", ["llama", "hybrid"])

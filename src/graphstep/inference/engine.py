@@ -303,15 +303,17 @@ class DynamicEngine:
         try:
             yield update
         finally:
-            self._read_launched()  # The body may have computed steps.
-            if keeps_running:
-                self._scheduler.forget_cache()
-            else:
-                update.num_recomputed = self._scheduler.num_running
-                self._scheduler.recompute_all()
-            update.moved = self._runner.changes()
-            if update.moved:
-                self._runner.drop()
+            try:
+                self._read_launched()  # The body may have computed steps.
+            finally:
+                if keeps_running:
+                    self._scheduler.forget_cache()
+                else:
+                    update.num_recomputed = self._scheduler.num_running
+                    self._scheduler.recompute_all()
+                update.moved = self._runner.changes()
+                if update.moved:
+                    self._runner.drop()
         if update.moved and self.config.captures_at_start and self._state is EngineState.READY:
             self._capture_all()
 
