@@ -134,6 +134,33 @@ def test_data_has_everything_and_survives_a_round_trip() -> None:
     assert "1.59x" in text_of(plan)
 
 
+def test_a_candidate_that_is_not_there_cannot_have_been_measured() -> None:
+    plan = Plan.of(measured_step(), (LAYERS, STEP), COSTS)
+    found = Measured(step_ms=0.7, num_launches=1.0, num_graphs=1.0, pool_bytes=0, static_bytes=0, capture_seconds=0.5)
+    with pytest.raises(UserInputError, match="did you mean layers"):
+        plan.with_measured("layer", found)
+    with pytest.raises(UserInputError, match="name one of: layers, step"):
+        plan.with_measured("qkv", found)
+
+
+def test_a_budget_below_nothing_is_an_error_before_a_step_runs() -> None:
+    def step() -> None:
+        raise AssertionError
+
+    with pytest.raises(UserInputError, match="-1 is no size of memory"):
+        plan_step(step, Model(1), budget_bytes=-1, costs=COSTS)
+
+
+def test_a_model_that_has_graphs_is_not_planned_for() -> None:
+    model = Model(2)
+    with (
+        graphstep.attach(model, regions={"layers.*": "layer"}),
+        pytest.raises(UserInputError, match=r"such as layers\.0"),
+    ):
+        plan_step(Loop(model), model, costs=COSTS)
+    plan_step(Loop(model), model, costs=COSTS, num_timed=1)
+
+
 def test_a_step_of_ones_own_on_the_tape() -> None:
     loop = Loop(Model(3))
     plan = plan_step(loop, loop.model, costs=COSTS, num_timed=3)
