@@ -130,15 +130,16 @@ class Bisection:
                 target.recapture()
                 self.warm_up()
             for _ in range(_NUM_TRIES):
-                taps.restart()
-                state.restore(failure.before)
-                target.eager(fresh(failure.batch))
-                events, eager = list(taps.events), taps.seen()
+                # The replay first, as in the step that failed: an eager run renews what Python derives from weights.
                 taps.restart()
                 state.restore(failure.before)
                 self.prepare()
                 target.graphed(fresh(failure.batch))
-                found = self._compare(taps, events, eager, taps.seen())
+                replayed = taps.seen()
+                taps.restart()
+                state.restore(failure.before)
+                target.eager(fresh(failure.batch))
+                found = self._compare(taps, list(taps.events), taps.seen(), replayed)
                 if found is not None:
                     return found
         return None
