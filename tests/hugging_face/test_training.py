@@ -167,6 +167,15 @@ def test_a_copy_of_the_model_is_a_plain_one(device: torch.device) -> None:
     assert twin(tokens).past_key_values.get_seq_length() == 8
 
 
+def test_steps_are_verified_without_that_cache_too(device: torch.device) -> None:
+    """With it, attention with dropout draws and rounds otherwise."""
+    model = build("gpt2", device, attn_pdrop=0.1)
+    rows = [torch.randint(3, 64, (2, 12), device=device) for _ in range(2)]
+    report = graphstep.verify(model, [{"input_ids": row, "labels": row} for row in rows], num_steps=2, bisected=False)
+    assert report.equal, str(report)
+    assert report.num_replays == 2 * 3
+
+
 def test_a_cache_that_is_asked_for_is_filled(device: torch.device) -> None:
     def script(loop: Loop) -> None:
         steps(3, use_cache=True)(loop)
