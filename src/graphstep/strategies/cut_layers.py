@@ -99,6 +99,11 @@ class CutLayer(GraphedModule):
         """The parts."""
         return tuple(self._parts)
 
+    @property
+    def in_parts(self) -> tuple[nn.Module, ...]:
+        """Those on the way to what is eager."""
+        return tuple(self._cut.around[1:])
+
     def install(self) -> None:
         """Put this object in place of the layer's forward; it takes over what the layer's call does for recompute."""
         self.module.__dict__["forward"] = InstalledForward(self.module, self.forward, self._without_graphs)

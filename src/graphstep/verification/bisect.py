@@ -90,7 +90,8 @@ class Bisection:
         """Go down from the outermost modules to the one whose own code it is."""
         culprit: Culprit | None = None
         current: Named | None = None
-        while inside := children_of(*current) if current is not None else list(self.modules()):
+        untapped = self.target.untapped()
+        while inside := children_of(*current, untapped) if current is not None else list(self.modules()):
             level = distinct([current, *inside] if current is not None else inside)
             found = self._first_difference(failure, level)
             if found is None and culprit is not None:
