@@ -8,11 +8,13 @@ from typing import Any
 import pytest
 import torch
 from tests.hugging_face.tiny import Loop, build, eager_reasons, steps, twins
-from torch import Tensor
+from tests.verification.faulty import Hidden
+from torch import Tensor, nn
 
 import graphstep
 from graphstep.config import CudaGraphConfig
 from graphstep.errors import CaptureError
+from graphstep.verification import Part
 
 SOME = ("llama", "qwen3_moe", "gpt2", "gemma2", "mamba2")
 
@@ -165,6 +167,35 @@ def test_a_copy_of_the_model_is_a_plain_one(device: torch.device) -> None:
         assert twin(tokens).past_key_values.get_seq_length() == 8
         assert torch.equal(twin(tokens).logits, model(tokens).logits)
     assert twin(tokens).past_key_values.get_seq_length() == 8
+
+
+def test_steps_are_verified_without_that_cache_too(device: torch.device) -> None:
+    """With it, attention with dropout draws and rounds otherwise."""
+    model = build("gpt2", device, attn_pdrop=0.1)
+    rows = [torch.randint(3, 64, (2, 12), device=device) for _ in range(2)]
+    report = graphstep.verify(model, [{"input_ids": row, "labels": row} for row in rows], num_steps=2, bisected=False)
+    assert report.equal, str(report)
+    assert report.num_replays == 2 * 3
+
+
+class Drifting(nn.Linear):
+    """Scales by a number that the host counts."""
+
+    def __init__(self) -> None:
+        super().__init__(32, 32, bias=False)
+        self.hidden = Hidden()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * (1 + self.hidden.count())
+
+
+def test_a_fault_is_found_in_a_layer_that_runs_in_parts(device: torch.device) -> None:
+    model = build("qwen3_moe", device, num_hidden_layers=1)
+    model.model.layers[0].self_attn.o_proj = Drifting().to(device)
+    rows = [torch.randint(3, 64, (1, 4), device=device) for _ in range(2)]
+    report = graphstep.verify(model, [{"input_ids": row, "labels": row} for row in rows], num_steps=1)
+    assert report.first is not None
+    assert (report.first.module, report.first.part) == ("model.layers.0.self_attn.o_proj", Part.FORWARD)
 
 
 def test_a_cache_that_is_asked_for_is_filled(device: torch.device) -> None:

@@ -100,6 +100,30 @@ class StaleDerived(Plain):
         return self.derived(super().forward(x))
 
 
+class DerivedAttribute(nn.Linear):
+    """The same in plain attributes, which are compared before a replay: an eager call renews them."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH, bias=False)
+        self.version, self.copy = -1, torch.empty(0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.version != self.weight._version:
+            self.version, self.copy = self.weight._version, self.weight.detach().t().contiguous()
+        return x @ self.copy + (functional.linear(x, self.weight) - functional.linear(x, self.weight).detach())
+
+
+class StaleAttribute(Plain):
+    """A module inside of it reads what was derived from its weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.derived = DerivedAttribute()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.derived(super().forward(x))
+
+
 class _Wrong(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:

@@ -31,6 +31,13 @@ def test_a_module_that_writes_into_its_argument(way: str, device: torch.device) 
     assert (report.first.module, report.first.part) == ("blocks.1", Part.GRADIENT)
 
 
+@pytest.mark.parametrize("way", ["attach", "graph_step", "full_iteration"])
+def test_what_an_eager_run_renews_is_stale_when_it_is_looked_for(way: str, device: torch.device) -> None:
+    report = verified(way, faulty.Model(faulty.StaleAttribute()), device)
+    assert report.first is not None
+    assert (report.first.module, report.first.part) == ("blocks.1.derived", Part.FORWARD)
+
+
 def test_a_module_that_cannot_be_captured_with_taps(device: torch.device) -> None:
     report = verified("full_iteration", faulty.Model(faulty.Untappable()), device)
     assert not report.equal

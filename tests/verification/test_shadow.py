@@ -153,6 +153,35 @@ def test_a_fault_is_reported(way: str, fault: type[nn.Module], part: Part, devic
         assert first.module == "blocks.1"
 
 
+class WithLoss(faulty.Model):
+    """Returns its loss, what the loss is computed from, and that once more."""
+
+    def forward(self, x: Tensor) -> Any:
+        result = super().forward(x)
+        return {"loss": result.square().mean(), "logits": result, "again": [result]}
+
+
+@pytest.mark.parametrize("uses_logits", [False, True])
+@pytest.mark.parametrize("fault", [faulty.Plain, faulty.WrongWeightGradient])
+def test_results_that_are_computed_from_each_other(
+    uses_logits: bool, fault: type[nn.Module], device: torch.device
+) -> None:
+    model = WithLoss(fault()).to(device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=2**-7)
+    found: list[VerifyReport] = []
+    with graphstep.attach(model, regions=faulty.REGIONS) as manager:
+        shadow = graphstep.shadow(manager, interval=3, on_report=found.append)
+        for x in faulty.batches(device, 6):
+            result = model(x)
+            (result["loss"] + (result["logits"].abs().sum() if uses_logits else 0)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            del result  # A result that is kept is not overwritten: the next call would run eagerly.
+        shadow.close()
+    assert all(report.equal for report in found) == (fault is faulty.Plain)
+    assert all(report.num_replays for report in found)
+
+
 def test_results_of_captured_modules_are_rows(device: torch.device) -> None:
     (report, *_) = trained("attach", faulty.Plain, device, has_shadow=True)[5]
     seen = {row.module for row in report.rows if row.part is Part.FORWARD}

@@ -27,6 +27,7 @@ from graphstep.hugging_face.structure import FoundLayer, Part
 from graphstep.hugging_face.unused_cache import UnusedCache
 from graphstep.native.interface import FastPath
 from graphstep.strategies.local_calls import RegionCalls
+from graphstep.strategies.local_forward import InstalledForward
 from graphstep.strategies.local_layers import GraphedModule, MakeCalls
 
 _PLAIN: Final = (Tensor, NoneType, bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, Enum)
@@ -98,9 +99,14 @@ class CutLayer(GraphedModule):
         """The parts."""
         return tuple(self._parts)
 
+    @property
+    def in_parts(self) -> tuple[nn.Module, ...]:
+        """Those on the way to what is eager."""
+        return tuple(self._cut.around[1:])
+
     def install(self) -> None:
         """Put this object in place of the layer's forward; it takes over what the layer's call does for recompute."""
-        super().install()
+        self.module.__dict__["forward"] = InstalledForward(self.module, self.forward, self._without_graphs)
         layer: Any = self.module
         if type(layer).__call__ is not nn.Module.__call__ and getattr(layer, "gradient_checkpointing", False):
             layer.gradient_checkpointing = False
@@ -143,6 +149,15 @@ class CutLayer(GraphedModule):
             self._is_broken = True
             warnings.warn(f"{self._parts[0].region.name} runs eagerly: {error}", UserWarning, stacklevel=4)
             return self._eager(EagerReason.CAPTURE_FAILED, arguments, named)
+
+    def _without_graphs(self, *arguments: Any, **named: Any) -> Any:
+        """What replays are compared with: the layer's own forward, like them without a cache that nobody reads.
+
+        With one, keys lie in memory otherwise, and attention rounds and draws its dropout otherwise.
+        """
+        if self._cache is not None and self._cache.is_unused and not torch.compiler.is_compiling():
+            arguments, named = self._cache.without_cache(arguments, named)
+        return own_forward_of(self.module, self._own)(*arguments, **named)
 
     def _in_parts(self, given: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
         result = self._call(0)(given, *arguments, **named)

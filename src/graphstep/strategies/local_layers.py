@@ -38,6 +38,11 @@ class GraphedModule:
         """The one region."""
         return (self._calls,)
 
+    @property
+    def in_parts(self) -> tuple[nn.Module, ...]:
+        """Modules inside of it whose forward is run in parts: none."""
+        return ()
+
     def install(self) -> None:
         """Put the region in place of the module's forward, on the instance. Module hooks fire as before."""
         self.module.__dict__["forward"] = InstalledForward(self.module, self.forward, own_forward(self.module))

@@ -426,6 +426,10 @@ class CudaGraphManager:
         self.session.settle_ahead()
         return graphs_left_out(self._model.modules())
 
+    def modules_in_parts(self) -> frozenset[nn.Module]:
+        """Modules inside of captured layers that are run in parts: hooks that come before them would run again."""
+        return frozenset(inner for module in self._modules for inner in module.in_parts)
+
     def reset_cuda_graph(self) -> None:
         """Drop all graphs; the next step is observed, and captured after it. Nothing may be in flight."""
         self.session.require_open()

@@ -90,7 +90,8 @@ class Bisection:
         """Go down from the outermost modules to the one whose own code it is."""
         culprit: Culprit | None = None
         current: Named | None = None
-        while inside := children_of(*current) if current is not None else list(self.modules()):
+        untapped = self.target.untapped()
+        while inside := children_of(*current, untapped) if current is not None else list(self.modules()):
             level = distinct([current, *inside] if current is not None else inside)
             found = self._first_difference(failure, level)
             if found is None and culprit is not None:
@@ -130,15 +131,16 @@ class Bisection:
                 target.recapture()
                 self.warm_up()
             for _ in range(_NUM_TRIES):
-                taps.restart()
-                state.restore(failure.before)
-                target.eager(fresh(failure.batch))
-                events, eager = list(taps.events), taps.seen()
+                # The replay first, as in the step that failed: an eager run renews what Python derives from weights.
                 taps.restart()
                 state.restore(failure.before)
                 self.prepare()
                 target.graphed(fresh(failure.batch))
-                found = self._compare(taps, events, eager, taps.seen())
+                replayed = taps.seen()
+                taps.restart()
+                state.restore(failure.before)
+                target.eager(fresh(failure.batch))
+                found = self._compare(taps, list(taps.events), taps.seen(), replayed)
                 if found is not None:
                     return found
         return None

@@ -49,6 +49,8 @@ class _Seen:
     """Of captured modules, in the order of their calls, and of the model."""
     given: dict[int, Tensor] = field(default_factory=dict)
     """Gradients of the results, by position."""
+    sources: dict[int, set[int]] = field(default_factory=dict)
+    """For each result the other ones that it is computed from, as a loss is from logits that are returned beside it."""
     gradients_before: dict[Key, Tensor] = field(default_factory=dict)
     gradients_after: dict[Key, Tensor] = field(default_factory=dict)
     num_backwards: int = 0
@@ -161,9 +163,10 @@ class CallShadow:
         report = self._report()
         seen.num_replays = _replays(report) - seen.num_replays
         seen.eager_calls = _eager_calls(report) - seen.eager_calls
-        for position, tensor in enumerate(flatten(result)[0]):
-            if tensor.requires_grad:
-                tensor.register_hook(partial(self._backward_begins, seen, position))
+        tensors = _with_gradient(result)
+        seen.sources = _sources(tensors)
+        for position, tensor in tensors.items():
+            tensor.register_hook(partial(self._backward_begins, seen, position))
 
     def _backward_begins(self, seen: _Seen, position: int, gradient: Tensor) -> None:
         if seen is not self._seen:
@@ -229,9 +232,16 @@ class CallShadow:
         """What the gradients would be after an eager backward, from what they were before."""
         state = self._state
         trained = [each for each in state.parameters() if each[2].requires_grad] if state is not None else []
-        outputs = [results[position] for position in seen.given]
+        # What was seen at a result that others are computed from has their part in it already.
+        inner = {source for position in seen.given for source in seen.sources.get(position, ())} & set(seen.given)
+        for position in inner:
+            results[position].register_hook(partial(_instead, seen.given[position]))
+        outer = {position: gradient for position, gradient in seen.given.items() if position not in inner}
         parts: Sequence[Tensor | None] = torch.autograd.grad(
-            outputs, [parameter for _, _, parameter in trained], list(seen.given.values()), allow_unused=True
+            [results[position] for position in outer],
+            [parameter for _, _, parameter in trained],
+            list(outer.values()),
+            allow_unused=True,
         )
         found = {key: tensor.clone() for key, tensor in seen.gradients_before.items()}
         for (path, name, parameter), part in zip(trained, parts, strict=True):
@@ -336,6 +346,31 @@ def _named_results(path: str, name: str, result: Any) -> dict[Key, Tensor]:
     tensors, structure = flatten(result)
     names = tensor_paths(structure, name)
     return {Key(path, Part.FORWARD, n): t.detach().clone() for n, t in zip(names, tensors, strict=True)}
+
+
+def _with_gradient(result: Any) -> dict[int, Tensor]:
+    """The tensors of a result that have a gradient, by position; one that is there twice has its first."""
+    found = {id(t): (position, t) for position, t in reversed(list(enumerate(flatten(result)[0]))) if t.requires_grad}
+    return dict(sorted(found.values(), key=lambda each: each[0]))
+
+
+def _sources(tensors: dict[int, Tensor]) -> dict[int, set[int]]:
+    """For each tensor the others on the way of its backward."""
+    positions = {tensor.grad_fn: position for position, tensor in tensors.items() if tensor.grad_fn is not None}
+    found: dict[int, set[int]] = {}
+    for node, position in positions.items():
+        below, waiting = {node}, [node]
+        while waiting:
+            inner = {each for each, _ in waiting.pop().next_functions if each is not None} - below
+            below |= inner
+            waiting += inner
+        found[position] = {positions[each] for each in below & positions.keys() if each is not node}
+    return found
+
+
+def _instead(gradient: Tensor, _found: Tensor) -> Tensor:
+    """A hook that puts a gradient in the place of another one."""
+    return gradient
 
 
 def _on_host(tensors: dict[Key, Tensor]) -> dict[Key, Tensor]:

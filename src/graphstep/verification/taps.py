@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum, auto
@@ -167,13 +167,17 @@ def _replaced(name: str, value: Any, see: Callable[[str, Tensor], Tensor]) -> An
     return value
 
 
-def children_of(path: str, module: nn.Module) -> list[Named]:
-    """The modules that a module calls: its children, and in place of a list of modules those in it."""
+def children_of(path: str, module: nn.Module, untapped: Collection[nn.Module] = ()) -> list[Named]:
+    """The modules that a module calls: its children, and in place of a list of modules those in it.
+
+    So it is with those in ``untapped``, which must not have hooks.
+    """
     found: list[Named] = []
     for name, child in module.named_children():
         inner = f"{path}.{name}" if path else name
-        if getattr(type(child), "forward", None) is nn.Module.forward or isinstance(child, nn.ModuleList):
-            found += children_of(inner, child)
+        is_list = getattr(type(child), "forward", None) is nn.Module.forward or isinstance(child, nn.ModuleList)
+        if is_list or child in untapped:
+            found += children_of(inner, child, untapped)
         else:
             found.append((inner, child))
     return found

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -48,6 +48,8 @@ class Target:
     """Further weights by the paths of the parameters that they belong to, such as copies in fp32."""
     function: Callable[..., Any] | None = None
     """Its code tells which modules, optimizers and schedulers it uses."""
+    untapped: Callable[[], Collection[nn.Module]] = tuple
+    """Modules that must not have hooks: those whose forward is run in parts."""
     recapture: Callable[[], None] | None = None
     """Drops the graphs, so that the next calls capture anew; ``None`` where they cannot."""
 
@@ -135,6 +137,7 @@ def _of_manager(manager: CudaGraphManager, step: Callable[..., Any]) -> Target:
         sessions=lambda: [manager.session],
         modules=lambda: [("", manager.model)],
         function=step,
+        untapped=manager.modules_in_parts,
         recapture=manager.reset_cuda_graph,
     )
 
