@@ -257,3 +257,23 @@ def test_dropout(device: torch.device) -> None:
     with pytest.raises(LifecycleError, match="use all results of the region in the first step's loss"):
         trained(lambda: Body(dropout=0.2), "b b ab", device)
     assert same(lambda: Body(dropout=0.2), "ab ab ab", device).num_launches == 2 * 2
+
+
+def test_hooks_on_such_a_result_in_a_replay(device: torch.device) -> None:
+    """They get what comes from outside of the region, as the documentation says."""
+    model = Model(Body()).to(device)
+    seen: list[Tensor | None] = []
+    with attached(model, BODY) as manager:
+        for number in range(4):
+            first, second = model.body(model.inp(inputs(device, number)))
+            first.register_hook(seen.append)
+            roots = [second, first] if number < 3 else [second]
+            torch.autograd.backward(roots, [torch.ones_like(root) for root in roots])
+            del first, second, roots
+            manager.end_step()
+        assert manager.report().rows[0].num_replays == 3
+    eager, *replays = seen
+    assert eager is not None
+    assert not torch.equal(eager, torch.ones_like(eager))
+    assert all(torch.equal(each, torch.ones_like(eager)) for each in replays[:2] if each is not None)
+    assert [each is None for each in replays] == [False, False, True]
