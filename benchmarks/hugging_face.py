@@ -12,6 +12,9 @@ transformers' own classes with random weights in bf16, attention by scaled dot-p
 - ``graph_step``      ``graphstep.graph_step`` around the step: one graph
 - ``graph_step_causal``  the same after ``use_causal_attention(model)``: without it, a capture makes a mask
 - ``eager_causal``    the step as it is, after the same; losses and gradients equal those of ``eager``
+- ``eager_zero_grad``  the step with ``model.zero_grad()``: gradients are made anew, as in most loops; all others zero
+  them in place
+- ``graph_step_zero_grad``  the same as one graph, after ``use_causal_attention(model)``
 
 What is reported: time of a step issued back to back, of one with an idle device before it, and the host's part of it;
 launches, and the sum of the step's own kernels, from the profiler; peak memory; and whether losses and gradients of the
@@ -132,12 +135,13 @@ class Job:
 
     name = "eager"
     is_causal = False
+    makes_gradients_anew = False
 
     def __init__(self, case: Case) -> None:
         self.model = case.new_model()
         if self.is_causal:
             use_causal_attention(self.model)
-        self.gradients = FlatGradients(self.model)
+        self.gradients = None if self.makes_gradients_anew else FlatGradients(self.model)
         self.manager: Any = None
 
     def step(self, tokens: Tensor) -> Tensor:
@@ -155,10 +159,14 @@ class Job:
         """Free everything."""
         if self.manager is not None:
             self.manager.close()
-        self.gradients.close()
+        if self.gradients is not None:
+            self.gradients.close()
 
     def _step(self, tokens: Tensor) -> Tensor:
-        self.gradients.zero()
+        if self.gradients is None:
+            self.model.zero_grad()
+        else:
+            self.gradients.zero()
         loss: Tensor = self.model(input_ids=tokens, labels=tokens).loss
         loss.backward()
         return loss.detach()
@@ -237,9 +245,23 @@ class EagerCausalJob(Job):
     is_causal = True
 
 
+class EagerZeroGradJob(Job):
+    """No graph, gradients made anew."""
+
+    name = "eager_zero_grad"
+    makes_gradients_anew = True
+
+
+class GraphStepZeroGradJob(GraphStepCausalJob):
+    """One graph, gradients made anew."""
+
+    name = "graph_step_zero_grad"
+    makes_gradients_anew = True
+
+
 _JOBS: Final[tuple[type[Job], ...]] = (
     *(Job, EagerCausalJob, AttachJob, AttachMergedJob, AttachWholeJob, AttachModelJob),
-    *(GraphStepJob, GraphStepCausalJob),
+    *(GraphStepJob, GraphStepCausalJob, EagerZeroGradJob, GraphStepZeroGradJob),
 )
 JOBS: Final[Mapping[str, type[Job]]] = MappingProxyType({job.name: job for job in _JOBS})
 

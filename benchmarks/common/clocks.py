@@ -188,10 +188,14 @@ class MemoryMeter:
 
 
 def free_memory(device: torch.device) -> None:
-    """Collect garbage and give cached device memory back to the driver."""
+    """Collect garbage and give cached device memory back to the driver, workspaces of the math libraries too.
+
+    Each arm takes its own workspaces, as in a process of its own. No graph may live whose kernels use them.
+    """
     gc.collect()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+        getattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: None)()
         torch.cuda.empty_cache()
 
 

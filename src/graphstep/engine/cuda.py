@@ -129,7 +129,7 @@ class CudaEngine:
         self._recordings: weakref.WeakKeyDictionary[CudaRecording, _Lane] = weakref.WeakKeyDictionary()
         self._lends_pools = cuda_memory.can_allocate_in()
         self._capturing_thread: int | None = None
-        self._is_primed = False
+        self._workspace_pool: Any = None
         self._workspace_bytes = 0
         self._is_closed = False
         if not torch.cuda.is_current_stream_capturing():
@@ -193,7 +193,8 @@ class CudaEngine:
         if self._capturing_thread is not None or torch.cuda.is_current_stream_capturing():
             raise LifecycleError("a capture is already under way", fix="capture one function at a time")
         with collection_held(collect_first=collect_first):
-            self._prime()
+            if collect_first or self._workspace_pool is None:
+                self._prime()
             if lane not in self._lanes:
                 self._lanes[lane] = self._open_lane()
             return self._capture(function, generators, lane)
@@ -276,18 +277,20 @@ class CudaEngine:
         graph.reset()
 
     def _prime(self) -> None:
-        """Before the first capture: have the math libraries allocate their workspaces, and take hold of the pool.
+        """Before captures: have the math libraries allocate their workspaces, which graphs of the stream write.
 
-        A workspace belongs to a handle and a stream and is kept for later use. Allocated inside a capture it would lie
-        in the graph's pool and go when that graph goes, although other graphs of the stream use it too. The backward
-        pass runs in a thread with handles of its own.
+        A workspace belongs to a handle and a stream and is kept by torch. It gets a pool that nothing else uses: torch
+        frees all workspaces of the process when somebody asks for it (the graphs of `torch.compile` do), and the graphs
+        write there still. Allocated inside a capture it would lie among what other graphs keep. The backward pass runs
+        in a thread with handles of its own.
         """
-        if self._is_primed:
-            return
-        self._is_primed = True
+        is_first = self._workspace_pool is None
+        if is_first:
+            self._workspace_pool = torch.cuda.graph_pool_handle()
         with (
             torch.inference_mode(False),
             self.capture_stream(),
+            cuda_memory.stream_allocating_in(self._workspace_pool, self._device),
             torch.enable_grad(),
             torch.autocast("cuda", enabled=False),
         ):
@@ -297,7 +300,8 @@ class CudaEngine:
                 torch.addmm(bias, weight @ weight, weight).sum().backward()
             del weight, bias
         torch.cuda.synchronize(self._device)
-        self._workspace_bytes = held_on_stream(self._stream)
+        if is_first:
+            self._workspace_bytes = held_on_stream(self._stream, self._workspace_pool)
 
     def _open_lane(self) -> _Lane:
         """A new pool, and a graph in it: the allocator gives up a pool that no graph uses, and refuses its name."""
@@ -311,6 +315,8 @@ class CudaEngine:
     @contextmanager
     def capture_stream(self) -> Iterator[None]:
         """Run the body on the capture stream, after the caller's stream; the caller's stream continues after it."""
+        if self._workspace_pool is None:
+            self._prime()  # What runs here would have torch put workspaces where other memory is.
         outside = torch.cuda.current_stream(self._device)
         if outside == self._stream:
             yield

@@ -18,12 +18,13 @@ def pool_segments(pools: Sequence[Any]) -> list[int]:
     return [sizes.get(tuple(pool), 0) for pool in pools]
 
 
-def held_on_stream(stream: torch.cuda.Stream) -> int:
-    """Bytes in use on a stream outside of private pools."""
+def held_on_stream(stream: torch.cuda.Stream, *pools: Any) -> int:
+    """Bytes in use on a stream outside of private pools, and in these."""
     return sum(
         int(block["size"])
         for segment in torch.cuda.memory_snapshot()
-        if segment["stream"] == stream.cuda_stream and not any(segment["segment_pool_id"])
+        if segment["stream"] == stream.cuda_stream
+        and (not any(segment["segment_pool_id"]) or tuple(segment["segment_pool_id"]) in pools)
         for block in segment["blocks"]
         if block["state"] == "active_allocated"
     )
@@ -58,6 +59,23 @@ def allocating_in(pool: Any, device: torch.device) -> Iterator[None]:
     finally:
         end(device.index, pool)
         release(device.index, pool)
+
+
+@contextmanager
+def stream_allocating_in(pool: Any, device: torch.device) -> Iterator[None]:
+    """Let the current stream allocate in a pool while the body runs, from all threads; where torch cannot, as before.
+
+    The pool stays in use for good: what is freed in it is given to nobody else.
+    """
+    begin, end = (getattr(torch._C, name, None) for name in ("_cuda_beginAllocateCurrentStreamToPool", _NEEDED[1]))
+    if begin is None or end is None:
+        yield
+        return
+    begin(device.index, pool)
+    try:
+        yield
+    finally:
+        end(device.index, pool)
 
 
 _NEEDED = ("_cuda_beginAllocateCurrentThreadToPool", "_cuda_endAllocateToPool", "_cuda_releasePool")
