@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from graphstep.capture.observe import training_flags_kept
 from graphstep.capture.session import GraphSession
+from graphstep.errors import CaptureError
 
 
 class Counting(nn.Module):
@@ -176,3 +177,19 @@ def test_training_flags_are_kept_module_by_module() -> None:
     with pytest.raises(StopError):
         change()
     assert [module.training for module in model.modules()] == flags
+
+
+@pytest.mark.parametrize(
+    "change", [lambda t: t.set_(torch.zeros_like(t)), lambda t: t.resize_(8)], ids=["set", "resize"]
+)
+def test_other_memory_for_a_tensor_from_outside_is_refused(
+    session: GraphSession, change: Callable[[Tensor], Tensor]
+) -> None:
+    """A GPU would capture it, and no replay would do it again."""
+    tensor = torch.ones(4, device=session.device)
+    address = tensor.data_ptr()
+    with pytest.raises(CaptureError, match="replaces or resizes the storage"):
+        session.observe(lambda: change(tensor))
+    assert tensor.data_ptr() == address
+    assert tensor.tolist() == [1.0] * 4
+    session.observe(lambda: torch.empty(0, device=session.device).resize_(4))

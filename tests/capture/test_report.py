@@ -198,6 +198,14 @@ def test_numbers_are_whole_on_a_terminal_of_usual_width(width: int) -> None:
     assert width == 40 or any("240" in line and "400" in line for line in lines)
 
 
+def test_a_region_that_is_the_whole_model_is_named() -> None:
+    row = RegionStats("", "layer", num_recordings=2)
+    row.eager_calls["observed"] = 1
+    text = text_of(CaptureReport("tape", (row,), 0))
+    assert text.count("the whole model") == 2
+    assert "eager calls of the whole model: 1 observed" in text
+
+
 def test_a_terminal_without_unicode_shows_it_too() -> None:
     raw = io.BytesIO()
     console = Console(file=io.TextIOWrapper(raw, encoding="ascii"), width=120)

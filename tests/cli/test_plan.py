@@ -83,7 +83,16 @@ def test_wrong_options_of_train_are_answered(capsys: pytest.CaptureFixture[str])
 
 @pytest.mark.parametrize(
     ("text", "size"),
-    [("512MiB", 512 * 2**20), ("2GiB", 2 * 2**30), ("1.5g", 3 * 2**29), ("64 kb", 2**16), ("1000", 1000), ("x", None)],
+    [
+        ("512MiB", 512 * 2**20),
+        ("2GiB", 2 * 2**30),
+        ("1.5g", 3 * 2**29),
+        ("64 kb", 2**16),
+        ("1000", 1000),
+        ("1TiB", 2**40),
+        ("x", None),
+        ("9" * 400, None),
+    ],
 )
 def test_sizes(text: str, size: int | None) -> None:
     assert size_of(text) == size
@@ -94,3 +103,14 @@ def test_the_help_names_its_own_options(capsys: pytest.CaptureFixture[str]) -> N
     output = "".join(capsys.readouterr().out.split())  # Long words are wrapped at their hyphens.
     for word in ("--memory-budget", "--measure", "--measure-all", "--json", "module:function", "--num-layers"):
         assert word in output
+
+
+def test_a_step_that_fails_is_told_with_its_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "mine.py").write_text(TARGET.replace("torch.ones(2, 4)", "torch.ones(2, 5)"), encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    assert main(["plan", "mine.py:setup"]) == 2
+    error = capsys.readouterr().err
+    assert "the step of mine.py:setup raised RuntimeError" in error
+    assert "mine.py:10 in step" in error

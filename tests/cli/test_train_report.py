@@ -109,8 +109,15 @@ def test_wrong_files_are_refused_before_the_run(tmp_path: Path) -> None:
         "cuda-graph-report-range",
         "cuda-graph-trace-range",
     }
-    with pytest.raises(UserInputError, match="missing"):
-        output_of("--cuda-graph-report", str(tmp_path / "missing" / "report.html"))
+    (tmp_path / "file").write_text("", encoding="utf-8")
+    with pytest.raises(UserInputError, match="is not a folder"):
+        output_of("--cuda-graph-report", str(tmp_path / "file" / "report.html"))
+
+
+def test_missing_folders_do_not_cost_the_report_of_a_run(tmp_path: Path) -> None:
+    path = tmp_path / "missing" / "report.json"
+    output_of(*LOCAL, "--train-iters", "2", "--cuda-graph-report", str(path))
+    assert json.loads(path.read_text(encoding="utf-8"))["report"]["num_recordings"] == 4
 
 
 def test_an_interrupted_run_has_a_report_of_what_there_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -54,6 +54,7 @@ PROBLEMS: dict[str, str | Example] = {
     "batches-divide": "--micro-batch-size 4 --global-batch-size 6",
     "min-lr-above-lr": "--lr 1e-4 --min-lr 1e-3",
     "warmup-init-above-lr": "--lr 1e-4 --lr-warmup-init 1e-3",
+    "report-is-trace": "--cuda-graph-report a.json --cuda-graph-trace a.json",
     "warmup-given-twice": "--lr-warmup-fraction 0.1 --lr-warmup-iters 3",
     "warmup-too-long": "--train-iters 10 --lr-warmup-iters 10",
     "wsd-decay-missing": "--lr-decay-style WSD",

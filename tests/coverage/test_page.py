@@ -121,8 +121,23 @@ def test_a_report_writes_itself(tmp_path: Path) -> None:
 def test_files_that_cannot_be_written_are_named(tmp_path: Path) -> None:
     with pytest.raises(UserInputError, match=r"neither \.html nor \.json"):
         write_document({}, tmp_path / "report.pdf")
+    (tmp_path / "file").write_text("", encoding="utf-8")
     with pytest.raises(UserInputError, match="cannot be written"):
-        write_document(empty_document(), tmp_path / "missing" / "report.html")
+        write_document(empty_document(), tmp_path / "file" / "report.html")
+
+
+def test_folders_on_the_way_are_made(tmp_path: Path) -> None:
+    """As ``graphstep train`` takes for granted when it checks before a run that the file can be written."""
+    write_document(empty_document(), tmp_path / "missing" / "too" / "report.html")
+    assert (tmp_path / "missing" / "too" / "report.html").is_file()
+
+
+def test_names_that_no_text_can_hold_are_shown_escaped(tmp_path: Path) -> None:
+    """An argument of the command line that is not UTF-8 comes with lone surrogates."""
+    document = coverage_document(CaptureReport("none", (), 0).to_json(), title="caf\udce9")
+    for name in ("report.html", "report.json"):
+        write_document(document, tmp_path / name)
+        assert "caf\\udce9" in (tmp_path / name).read_text(encoding="utf-8")
 
 
 def test_main_gradients_are_memory_too() -> None:

@@ -9,6 +9,7 @@ import pytest
 from tests.coverage.browser import Browser, find_browser
 from tests.coverage.documents import hostile_document, measured_document
 
+from graphstep.capture.report import CaptureReport, RegionStats
 from graphstep.coverage import html_page, write_document
 
 PROGRAM = find_browser()
@@ -199,6 +200,19 @@ def test_without_scripts_everything_but_the_drawing_is_there(browser: Browser, p
         browser.without_scripts(is_off=False)
     assert len(tree) == 13
     assert hidden == []
+
+
+def test_a_deep_tree_stays_readable(browser: Browser, tmp_path: Path) -> None:
+    depth = 60
+    paths = [".".join([*["inner"] * level, "side"]) for level in range(depth)]
+    rows = tuple(RegionStats(path, "layer", num_recordings=level % 2) for level, path in enumerate(paths))
+    path = tmp_path / "deep.html"
+    CaptureReport("tape", rows, 0).write_html(path)
+    browser.open(path)
+    shown = "Array.from(document.querySelectorAll('.module')).filter(each => each.checkVisibility())"
+    assert browser.run(f"{shown}.length") > depth
+    assert browser.run(f"Math.min(...{shown}.map(each => each.clientWidth))") > 150
+    assert browser.run("document.documentElement.scrollWidth") <= 1100
 
 
 def test_a_narrow_screen_scrolls_in_one_direction_only(opened: Browser) -> None:

@@ -11,7 +11,7 @@ from tests.coverage.documents import Loop
 import graphstep
 from graphstep.coverage import StepProfiler, measure_steps, start_profiler
 from graphstep.coverage.profiling import spread_of
-from graphstep.errors import LifecycleError
+from graphstep.errors import LifecycleError, UserInputError
 
 
 def test_every_step_runs_and_operations_are_seen() -> None:
@@ -40,6 +40,16 @@ def test_times_are_medians_of_what_was_slept() -> None:
     assert 10 <= measured.step_ms < 200
     assert measured.timeline is None
     assert measured.to_json()["timeline"] is None
+
+
+def test_nothing_to_time_and_devices_that_are_not_there_are_told_before_a_step_runs() -> None:
+    calls: list[int] = []
+    with pytest.raises(UserInputError, match="at least 1 step, got 0"):
+        measure_steps(lambda: calls.append(1), "cpu", num_timed=0)
+    if not torch.cuda.is_available():
+        with pytest.raises(UserInputError, match="no CUDA device"):
+            measure_steps(lambda: calls.append(1), "cuda")
+    assert calls == []
 
 
 def test_the_spread_is_that_of_the_quartiles() -> None:

@@ -86,7 +86,9 @@ def test_data_names_everything_once_and_loses_nothing() -> None:
 
 
 def test_the_trace_has_host_and_device_of_each_timeline() -> None:
-    trace = json.loads(json.dumps(chrome_trace({"eager": gpu_timeline(), "graphed": gpu_timeline()})))
+    trace = json.loads(
+        json.dumps(chrome_trace({"eager": gpu_timeline(), "not profiled": None, "graphed": gpu_timeline()}))
+    )
     events = trace["traceEvents"]
     processes = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
     assert list(processes.values()) == ["eager: host", "eager: device", "graphed: host", "graphed: device"]

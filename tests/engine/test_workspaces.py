@@ -37,8 +37,9 @@ def test_graphs_write_into_nothing_else_after_workspaces_were_freed(engine: Cuda
     left, right = product_of(engine)
 
     def both_ways() -> tuple[Tensor, Tensor]:
-        result = left @ right
-        return result, torch.autograd.grad(result.sum(), left)[0]
+        leaf = left.detach().requires_grad_()
+        result = leaf @ right
+        return result.detach(), torch.autograd.grad(result.sum(), leaf)[0]
 
     expected = [tensor.clone() for tensor in both_ways()]
     with engine.capture_stream():
@@ -68,6 +69,23 @@ def test_a_capture_after_that_has_workspaces_outside_of_its_pool(engine: CudaEng
     for recording in recordings:
         recording.replay()
         assert torch.equal(recording.result, left @ right)
+
+
+def test_sessions_leave_nothing_behind_but_workspaces(engine: CudaEngine) -> None:
+    left, right = product_of(engine)
+    engine.capture(lambda: left @ right)
+    sizes = []
+    for _ in range(3):
+        other = CudaEngine()
+        other.capture(lambda: left @ right)
+        other.close()
+        torch.cuda.empty_cache()
+        segments = [s for s in torch.cuda.memory_snapshot() if tuple(s["segment_pool_id"]) == other.workspace_pool]
+        assert all(
+            block["state"] == "active_allocated" for s in segments for block in s["blocks"] if block["size"] > 2**21
+        )
+        sizes.append(sum(s["total_size"] for s in segments))
+    assert max(sizes) < 2**27
 
 
 def test_workspaces_are_told_apart_from_what_the_user_holds(engine: CudaEngine) -> None:

@@ -195,6 +195,43 @@ def test_submodules_in_the_order_of_the_code() -> None:
     assert submodules_in_turn(layer) == [layer.before, layer.mix, layer.between, layer.then]
 
 
+class Calls(nn.Module):
+    """Submodules that are called in many forms, in another order than they were made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name in ("sixth", "fifth", "fourth", "third", "second", "first"):
+            setattr(self, name, nn.Identity())
+
+    def forward(self, x: Any, *rest: Any, **named: Any) -> Any:
+        x = self.first(x)
+        x, _ = self.second(x=x, mask=None, **named)
+        x = x + self.third(x, *rest)
+        x = self.fourth(*rest, **named)
+        x = print(self.fifth(x, scale=len(rest)))
+        return self.sixth(*(each for each in rest))
+
+
+def test_submodules_called_in_many_forms() -> None:
+    module = Calls()
+    expected = [module.first, module.second, module.third, module.fourth, module.fifth, module.sixth]
+    assert submodules_in_turn(module) == expected
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "deepseek_v3"])
+def test_a_part_has_the_modules_that_it_runs(family: str) -> None:
+    model = build(family, CPU)
+    with graphstep.attach(model) as manager:
+        regions = {calls.region.name: calls.region for calls in manager._regions.values()}
+    before = next(region for name, region in regions.items() if "before" in name)
+    layer = next(
+        layer for layer in model.model.layers if before.name.startswith(f"model.layers.{layer.self_attn.layer_idx}.")
+    )
+    assert set(layer.self_attn.modules()) <= set(before.modules)
+    after = next(region for name, region in regions.items() if "after" in name)
+    assert not set(layer.self_attn.modules()) & set(after.modules)
+
+
 def looped(x: int) -> int:
     total = 0
     for _ in range(3):

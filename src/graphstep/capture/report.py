@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 MIB = 2**20
 EXPECTED = (EagerReason.OBSERVED, EagerReason.EVALUATION)
 """Eager calls that nobody expects to be replays."""
+_WHOLE_MODEL = "the whole model"
+"""What a region with the empty path is called."""
 WITHOUT_ADVICE = (*EXPECTED, EagerReason.NOT_CAPTURED_YET)
 """Reasons that pass by themselves; reports give no advice for them."""
 
@@ -417,7 +419,7 @@ def _region_names(names: Sequence[str], rows: Sequence[RegionStats]) -> str:
 def _joined(names: Iterable[str]) -> str:
     """``layers.0 … layers.11, layers.13``: a run of names that count up in one number is told by its ends."""
     runs: list[list[str]] = []
-    for name in names:
+    for name in (each or _WHOLE_MODEL for each in names):
         place = _counted(runs[-1][-1], name) if runs else None
         if place is not None and (len(runs[-1]) == 1 or place == _counted(*runs[-1][-2:])):
             runs[-1].append(name)

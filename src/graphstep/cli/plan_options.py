@@ -16,8 +16,8 @@ SWITCHES: Mapping[str, str] = {
     "--json": "print one JSON object",
 }
 """Options of this command alone that take no value, and what they do."""
-_UNITS: Mapping[str, int] = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30}
-_SIZE: Final = re.compile(r"(\d+(?:\.\d+)?)\s*([kmg]?)(?:i?b)?", re.IGNORECASE)
+_UNITS: Mapping[str, int] = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
+_SIZE: Final = re.compile(r"(\d{1,30}(?:\.\d{1,30})?)\s*([kmgt]?)(?:i?b)?", re.IGNORECASE)
 
 TEXT: Final = (
     "Measure eager steps and say, before anything is captured, how much of a step is launches, and what each choice of "

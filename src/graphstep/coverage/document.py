@@ -43,7 +43,7 @@ def coverage_document(
         title: heading of the page.
     """
     tree = module_tree(report, model)
-    leaves = [node for node in tree.walk() if not node.children]
+    leaves = tree.innermost()
     device = next((p.device for p in model.parameters()), None) if model is not None else None
     return {
         "format": "graphstep-coverage-1",

@@ -32,19 +32,21 @@ def write_document(document: Mapping[str, Any], path: str | Path) -> None:
 
 
 def write_text(path: str | Path, text: str) -> None:
-    """Write a file whose name a user gave.
+    """Write a file whose name a user gave; folders on the way to it are made.
 
     Raises:
         UserInputError: it cannot be written.
     """
     try:
-        Path(path).write_text(text, encoding="utf-8")
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        # Names of files on a command line, and of modules, may hold what no UTF-8 has: shown as an escape.
+        Path(path).write_text(text, encoding="utf-8", errors="backslashreplace")
     except OSError as error:
         raise UserInputError(
             Problem(
                 "report-path",
                 f"{path} cannot be written: {error.strerror or error}",
                 str(path),
-                "name a file in a folder that exists and that can be written to",
+                "name a file in a folder that can be written to",
             )
         ) from error

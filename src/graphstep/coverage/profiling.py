@@ -15,7 +15,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from graphstep.coverage.timeline import Timeline, read_timeline
-from graphstep.errors import LifecycleError
+from graphstep.errors import LifecycleError, Problem, UserInputError
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -142,8 +142,11 @@ def measure_steps(
         num_warmup: steps before the timed ones.
         num_timed: steps that are timed, each with an idle device before it; at least 1.
         num_profiled: steps that are profiled; 0: none.
+
+    Raises:
+        UserInputError: there is nothing to time, or no such device; no step was run.
     """
-    device = torch.device(device)
+    device = _checked(device, num_timed)
     for _ in range(num_warmup):
         step()
     step_ms, host_ms = [], []
@@ -176,6 +179,32 @@ def spread_of(times_ms: Sequence[float]) -> float:
         return 0.0
     low, _, high = statistics.quantiles(times_ms, n=4, method="inclusive")
     return high - low
+
+
+def _checked(device: torch.device | str, num_timed: int) -> torch.device:
+    device = torch.device(device)
+    problems = []
+    if num_timed < 1:
+        problems.append(
+            Problem(
+                "measure-num-timed",
+                f"the time of a step is the median of at least 1 step, got {num_timed}",
+                "measure_steps, argument num_timed",
+                "use 10, or StepProfiler to profile alone",
+            )
+        )
+    if device.type == "cuda" and not torch.cuda.is_available():
+        problems.append(
+            Problem(
+                "device-missing",
+                "PyTorch sees no CUDA device",
+                "measure_steps, argument device",
+                'give "cpu", or install a CUDA build of PyTorch',
+            )
+        )
+    if problems:
+        raise UserInputError(problems)
+    return device
 
 
 def _activities(device: torch.device) -> list[ProfilerActivity]:

@@ -6,6 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from typing import Any
 
+from graphstep.coverage.tree import WHOLE_MODEL
+
 _MIB = 2**20
 
 
@@ -107,7 +109,7 @@ def regions_section(document: Mapping[str, Any]) -> str:
     headings = ("region", "kind", "captured", "recordings", "operations", "pool MiB", "static MiB", "replays", "eager")
     rows = (
         [
-            region["name"],
+            region["name"] or WHOLE_MODEL,
             region["kind"],
             "yes" if region["is_captured"] else "no",
             str(region["num_recordings"]),

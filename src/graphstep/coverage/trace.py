@@ -21,17 +21,18 @@ _COLOURS: Mapping[str, str] = {
 """Reserved colour names of the viewer."""
 
 
-def chrome_trace(timelines: Mapping[str, Timeline]) -> dict[str, Any]:
+def chrome_trace(timelines: Mapping[str, Timeline | None]) -> dict[str, Any]:
     """Return the trace as plain data.
 
     Each timeline gets two processes, host and device; an arrow leads from a launch to the first thing that it started.
 
     Args:
-        timelines: by name, such as ``eager`` and ``graphed``.
+        timelines: by name, such as ``eager`` and ``graphed``; None, of steps that were not profiled, is left out.
     """
     events: list[dict[str, Any]] = []
     for number, (name, timeline) in enumerate(timelines.items()):
-        events += _events(timeline, name, first_process=2 * number + 1)
+        if timeline is not None:
+            events += _events(timeline, name, first_process=2 * number + 1)
     return {"displayTimeUnit": "ms", "traceEvents": events}
 
 

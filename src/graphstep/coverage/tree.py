@@ -11,9 +11,14 @@ from torch import nn
 
 from graphstep.models.segments import SegmentedModule
 
+WHOLE_MODEL: Final = "the whole model"
+"""What a region with the empty path is called."""
 _WHOLE_STEP: Final = ("iteration", "block")
 """Kinds of regions that contain every module."""
+_PART: Final = "part"
 _OUTSIDE: Final = "no graph was asked for here"
+_ELSEWHERE: Final = "not known: the regions are named by no path of this model"
+"""Graphs were attached to a part of the model, or to a list of callables."""
 
 
 class Coverage(StrEnum):
@@ -55,6 +60,11 @@ class ModuleNode:
             "children": [child.to_json() for child in self.children],
         }
 
+    def innermost(self) -> list[ModuleNode]:
+        """Modules without modules in them; parts of layers only where no module is known."""
+        leaves = [node for node in self.walk() if not node.children]
+        return [node for node in leaves if node.kind != _PART] or leaves
+
     def walk(self) -> Iterator[ModuleNode]:
         """It and all below it, in the order of the model."""
         yield self
@@ -78,7 +88,9 @@ def module_tree(report: Mapping[str, Any], model: nn.Module | None = None) -> Mo
         model: what the regions belong to; without it the tree has the paths that the report names.
     """
     root, nodes = _nodes_of(model)
+    owned = _owned_paths(model)
     claims: dict[str, _Claim] = {}
+    is_elsewhere = model is not None and _is_elsewhere(report, nodes, owned)
     for region in report["regions"]:
         if region["kind"] in _WHOLE_STEP:
             continue
@@ -87,15 +99,18 @@ def module_tree(report: Mapping[str, Any], model: nn.Module | None = None) -> Mo
         for path in covered:
             claims[path] = claim
             _made(nodes, root, path).region = region
-        for path in _owned_paths(model, covered):
+        for path in (each for part in covered for each in owned.get(part, ())):
             claims.setdefault(path, claim)
     for part in report["eager_parts"]:
         _made(nodes, root, part["name"])
-        for path in (part["name"], *_owned_paths(model, [part["name"]])):
+        for path in (part["name"], *owned.get(part["name"], ())):
             claims.setdefault(path, _Claim(Coverage.eager, part["why"]))
+    for path, first in _other_places(model):
+        if first in claims:
+            claims.setdefault(path, claims[first])
     whole = [region for region in report["regions"] if region["kind"] in _WHOLE_STEP]
     has_parts = any(region["kind"] not in (*_WHOLE_STEP, "optimizer") for region in report["regions"])
-    outside = _Claim(Coverage.eager, _OUTSIDE)
+    outside = _Claim(Coverage.eager, _ELSEWHERE if is_elsewhere else _OUTSIDE)
     if whole and not has_parts:
         outside = _whole_claim(whole)
     elif not report["regions"]:
@@ -125,7 +140,7 @@ def _made(nodes: dict[str, ModuleNode], root: ModuleNode, path: str) -> ModuleNo
     if found is None:
         above, _, name = path.rpartition(".")
         parent = _made(nodes, root, above) if above else root
-        found = nodes[path] = ModuleNode(path, name, "part")
+        found = nodes[path] = ModuleNode(path, name, _PART)
         parent.children.append(found)
     return found
 
@@ -139,26 +154,47 @@ def _covered_paths(region: str, nodes: Mapping[str, ModuleNode]) -> list[str]:
     return [first, *(f"{layer}.{other}" if layer else other for other in others)]
 
 
-def _owned_paths(model: nn.Module | None, covered: Sequence[str]) -> list[str]:
-    """Modules that belong to captured or eager parts of layers besides those that the parts are named after: norms."""
+def _is_elsewhere(report: Mapping[str, Any], nodes: Mapping[str, ModuleNode], owned: Mapping[str, Any]) -> bool:
+    """True if there are regions, and none lies in this model."""
+    paths = [
+        path
+        for region in report["regions"]
+        if region["kind"] not in (*_WHOLE_STEP, "optimizer")
+        for path in _covered_paths(region["name"], nodes)
+    ]
+    inner = nodes.keys() - {""}
+    return bool(paths) and not any(path in nodes or path in owned or path.rpartition(".")[0] in inner for path in paths)
+
+
+def _owned_paths(model: nn.Module | None) -> dict[str, list[str]]:
+    """For each part of a layer the modules that belong to it besides the one that it is named after: norms."""
     if model is None:
-        return []
+        return {}
     paths = {id(module): path for path, module in model.named_modules()}
-    wanted = set(covered)
-    found: list[str] = []
-    for path, module in model.named_modules():
-        if not isinstance(module, SegmentedModule) or not any(name.startswith(f"{path}.") for name in wanted):
-            continue
-        for segment in module.segments():
-            if f"{path}.{segment.name}" in wanted:
-                found += [paths[id(owner)] for owner in segment.modules if id(owner) in paths]
-    return found
+    return {
+        f"{path}.{segment.name}" if path else segment.name: [
+            paths[id(owner)] for owner in segment.modules if id(owner) in paths
+        ]
+        for path, module in model.named_modules()
+        if isinstance(module, SegmentedModule)
+        for segment in module.segments()
+    }
+
+
+def _other_places(model: nn.Module | None) -> Iterator[tuple[str, str]]:
+    """Paths of modules that stand in a place before it too, each with the first: calls in both are of one region."""
+    if model is None:
+        return
+    first: dict[int, str] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        if first.setdefault(id(module), path) != path:
+            yield path, first[id(module)]
 
 
 def _claim_of(region: Mapping[str, Any]) -> _Claim:
     if region["is_captured"]:
         misses = _eager_calls(region)
-        text = f"in the graphs of {region['name']}"
+        text = f"in the graphs of {region['name'] or WHOLE_MODEL}"
         return _Claim(Coverage.captured, f"{text}; eager: {misses}" if misses else text)
     reasons = region["why_not_captured"] or _eager_calls(region) or "not called yet"
     return _Claim(Coverage.eager, reasons)
@@ -166,10 +202,13 @@ def _claim_of(region: Mapping[str, Any]) -> _Claim:
 
 def _whole_claim(regions: Sequence[Mapping[str, Any]]) -> _Claim:
     captured = [region["name"] for region in regions if region["is_captured"]]
-    others = [f"{r['name']} is eager: {_claim_of(r).why}" for r in regions if not r["is_captured"]]
+    eager = [region for region in regions if not region["is_captured"]]
+    others = [f"{region['name']} is eager: {_claim_of(region).why}" for region in eager]
     if not captured:
         return _Claim(Coverage.eager, "; ".join(others))
-    return _Claim(Coverage.captured, "; ".join([f"in the graph of the whole step: {', '.join(captured)}", *others]))
+    # Training that never got past its warmup, beside a graph of validation, is no captured step.
+    state = Coverage.partly if any(region["eager_calls"] for region in eager) else Coverage.captured
+    return _Claim(state, "; ".join([f"in the graph of the whole step: {', '.join(captured)}", *others]))
 
 
 def _eager_calls(region: Mapping[str, Any]) -> str:
@@ -189,8 +228,8 @@ def _colour(node: ModuleNode, claims: Mapping[str, _Claim], inherited: _Claim) -
     if states == {Coverage.captured}:
         node.coverage = Coverage.captured
         node.why = claim.why if claim.coverage is Coverage.captured else "all that is in it is captured"
-    elif states != {Coverage.eager} or claim.coverage is Coverage.captured:
+    elif states != {claim.coverage}:
         node.coverage = Coverage.partly
-        leaves = [each for each in node.walk() if not each.children]
+        leaves = node.innermost()
         num_captured = sum(each.coverage is Coverage.captured for each in leaves)
         node.why = f"{num_captured} of the {len(leaves)} innermost modules in it are captured"

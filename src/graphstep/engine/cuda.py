@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from graphstep.engine import compiled_part, cuda_memory, kernel_switches, torch_private
+from graphstep.engine import compiled_part, cuda_memory, cuda_workspaces, kernel_switches, torch_private
 from graphstep.engine.ambient import casts_forgotten, collection_held
 from graphstep.engine.cuda_driver import capturing_node_count, restart_capture
 from graphstep.engine.cuda_memory import held_on_stream, pool_segments
@@ -129,7 +129,8 @@ class CudaEngine:
         self._recordings: weakref.WeakKeyDictionary[CudaRecording, _Lane] = weakref.WeakKeyDictionary()
         self._lends_pools = cuda_memory.can_allocate_in()
         self._capturing_thread: int | None = None
-        self._workspace_pool: Any = None
+        self.workspace_pool: Any = None
+        """Name of the pool of the libraries' workspaces, once there is one. It stays when the engine is closed."""
         self._workspace_bytes = 0
         self._is_closed = False
         if not torch.cuda.is_current_stream_capturing():
@@ -193,7 +194,7 @@ class CudaEngine:
         if self._capturing_thread is not None or torch.cuda.is_current_stream_capturing():
             raise LifecycleError("a capture is already under way", fix="capture one function at a time")
         with collection_held(collect_first=collect_first):
-            if collect_first or self._workspace_pool is None:
+            if collect_first or self.workspace_pool is None:
                 self._prime()
             if lane not in self._lanes:
                 self._lanes[lane] = self._open_lane()
@@ -284,24 +285,14 @@ class CudaEngine:
         write there still. Allocated inside a capture it would lie among what other graphs keep. The backward pass runs
         in a thread with handles of its own.
         """
-        is_first = self._workspace_pool is None
+        is_first = self.workspace_pool is None
         if is_first:
-            self._workspace_pool = torch.cuda.graph_pool_handle()
-        with (
-            torch.inference_mode(False),
-            self.capture_stream(),
-            cuda_memory.stream_allocating_in(self._workspace_pool, self._device),
-            torch.enable_grad(),
-            torch.autocast("cuda", enabled=False),
-        ):
-            for dtype in (torch.float32, torch.bfloat16):
-                weight = torch.zeros(16, 16, dtype=dtype, device=self._device, requires_grad=True)
-                bias = torch.zeros(16, dtype=dtype, device=self._device, requires_grad=True)
-                torch.addmm(bias, weight @ weight, weight).sum().backward()
-            del weight, bias
+            self.workspace_pool = torch.cuda.graph_pool_handle()
+        with torch.inference_mode(False), torch.autocast("cuda", enabled=False), self.capture_stream():
+            cuda_workspaces.take(self.workspace_pool, self._device)
         torch.cuda.synchronize(self._device)
         if is_first:
-            self._workspace_bytes = held_on_stream(self._stream, self._workspace_pool)
+            self._workspace_bytes = held_on_stream(self._stream, self.workspace_pool)
 
     def _open_lane(self) -> _Lane:
         """A new pool, and a graph in it: the allocator gives up a pool that no graph uses, and refuses its name."""
@@ -315,7 +306,7 @@ class CudaEngine:
     @contextmanager
     def capture_stream(self) -> Iterator[None]:
         """Run the body on the capture stream, after the caller's stream; the caller's stream continues after it."""
-        if self._workspace_pool is None:
+        if self.workspace_pool is None:
             self._prime()  # What runs here would have torch put workspaces where other memory is.
         outside = torch.cuda.current_stream(self._device)
         if outside == self._stream:

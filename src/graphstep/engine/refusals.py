@@ -30,6 +30,13 @@ class Refusals:
         """Refuse an operation that needs a value on the host."""
         self.refuse(f"{operation} reads a value of a tensor on the host; a graph has no host to read it", fix)
 
+    def storage_change(self, operation: str) -> NoReturn:
+        """Refuse an operation that replaces or resizes memory."""
+        self.refuse(
+            f"{operation} replaces or resizes the storage of a tensor; a graph works on fixed storages",
+            "allocate the tensor at its final size before the captured call and write into it",
+        )
+
     def raise_swallowed(self) -> None:
         """Raise the first refusal again, if there was one."""
         if self._first is not None:

@@ -32,10 +32,7 @@ class CaptureRules:
         if traits.reads_host:
             self._refusals.host_read(traits.name, "keep the value in a tensor, or read it after the replay")
         if traits.changes_storage:
-            self._refusals.refuse(
-                f"{traits.name} replaces or resizes the storage of a tensor; a graph works on fixed storages",
-                "allocate the tensor at its final size before the captured call and write into it",
-            )
+            self._refusals.storage_change(traits.name)
         if traits.has_dynamic_shape and _shape_depends_on_values(traits, args, kwargs):
             self._refusals.refuse(
                 f"{traits.name} has a result whose shape depends on values",

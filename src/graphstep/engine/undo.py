@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from graphstep.engine import torch_private
+from graphstep.engine.refusals import Refusals
 from graphstep.engine.tape_ops import OperationTable, tensors_in, written_tensors
 
 
@@ -62,6 +63,7 @@ class WriteObserver(torch_private.DispatchMode):
     """Feeds an :class:`UndoLog` while a function runs, and notes what the function touches.
 
     Kernels launched past the dispatcher are not seen; tensors known to be written by such are saved by the caller.
+    What is to be undone cannot replace the memory of a tensor that existed before: that is a :class:`CaptureError`.
 
     Args:
         log: keeps what is overwritten; ``None`` where nothing is to be undone.
@@ -111,7 +113,11 @@ class WriteObserver(torch_private.DispatchMode):
         self.sees_saved_taken = self.sees_saved_taken or torch_private.saved_tensors_are_taken()
         log = self._log
         if log is not None:
-            for tensor in written_tensors(self._table.of(func), args, kwargs):
+            traits = self._table.of(func)
+            # A GPU would capture what is done with the new memory, and no replay would replace it.
+            if traits.changes_storage and torch_private.storage_key(args[0]) not in self._created:
+                Refusals().storage_change(traits.name)
+            for tensor in written_tensors(traits, args, kwargs):
                 if torch_private.storage_key(tensor) not in self._created:
                     log.save(tensor)
         result = func(*args, **kwargs)

@@ -100,14 +100,17 @@ class _Stack:
                 self._resize(-1)
         if accesses:
             return
-        self._resize(effect)
-        if name.startswith("CALL"):
-            label = self.labels[-1] if self.labels else None
-            if label is not None and label[0] == "attribute":
-                self.called.append(label[1])
-            self._resize(-1)
+        if name.startswith("CALL") and not name.startswith("CALL_INTRINSIC"):
+            # What is called lies where the result will, or above it: a place beside it is for ``self``.
+            place = len(self.labels) + effect - 1
+            callee = [each for each in self.labels[max(0, place) : place + 2] if each is not None]
+            if callee and callee[0][0] == "attribute":
+                self.called.append(callee[0][1])
+            self._resize(effect - 1)
             self._resize(1)
-        elif name.startswith(_MAKING):
+            return
+        self._resize(effect)
+        if name.startswith(_MAKING):
             self._resize(-1)
             self._resize(1)
 

@@ -14,7 +14,8 @@ from typing import Any
 from torch import nn
 
 from graphstep.config.suggest import suggestion
-from graphstep.errors import Problem, UserInputError
+from graphstep.engine.user_frame import user_line_of
+from graphstep.errors import GraphstepError, Problem, UserInputError
 
 
 def load_target(word: str) -> tuple[Callable[[], Any], nn.Module]:
@@ -53,6 +54,22 @@ def load_target(word: str) -> tuple[Callable[[], Any], nn.Module]:
         what = f"{word} returned {type(found).__name__}, and not a step and its model"
         raise UserInputError(Problem("target-result", what, word, "return step, model: a function and a module"))
     return found[0], found[1]
+
+
+def told_as_of(word: str, step: Callable[[], Any]) -> Callable[[], Any]:
+    """The step, with what it raises told as a fault of the target; errors of this package say enough themselves."""
+
+    def run() -> Any:
+        try:
+            return step()
+        except GraphstepError:
+            raise
+        except Exception as error:
+            what = f"the step of {word} raised {type(error).__name__}: {error}"
+            where = str(user_line_of(error) or word)
+            raise UserInputError(Problem("target-step-failed", what, where, "make it run by itself first")) from error
+
+    return run
 
 
 def _imported(path: str, word: str) -> ModuleType:

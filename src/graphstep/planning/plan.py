@@ -11,7 +11,9 @@ from rich.table import Table
 from rich.text import Text
 
 from graphstep.capture.report import CaptureReport
+from graphstep.config.suggest import suggestion
 from graphstep.coverage import StepMeasurement
+from graphstep.errors import Problem, UserInputError
 from graphstep.planning.calibration import Costs
 from graphstep.planning.candidates import Candidate, settled
 from graphstep.planning.measure import MeasuredStep
@@ -182,7 +184,17 @@ class Plan:
         return min(alike, key=lambda each: (each.extra_bytes, each.step_ms))
 
     def with_measured(self, name: str, measured: Measured) -> Plan:
-        """The plan with what a candidate turned out to do."""
+        """The plan with what a candidate turned out to do.
+
+        Raises:
+            UserInputError: no candidate has this name.
+        """
+        names = [each.candidate.name for each in self.predictions]
+        if name not in names:
+            fix = suggestion(name, names, f"name one of: {', '.join(names)}")
+            raise UserInputError(
+                Problem("plan-candidate", f"no candidate is called {name!r}", "Plan.with_measured, argument name", fix)
+            )
         found = [replace(each, measured=measured) if each.candidate.name == name else each for each in self.predictions]
         return replace(self, predictions=tuple(found))
 

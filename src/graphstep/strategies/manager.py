@@ -323,11 +323,11 @@ class CudaGraphManager:
 
     def _give_up(self, calls: RegionCalls, error: CaptureError) -> None:
         """Leave a region out, or stop: nothing is captured then, and nothing is tried again."""
+        calls.stats.why_not_captured = f"{error.what} ({error.where})"
         if self.is_required:
             self.observer = None
             raise error
         calls.forget(EagerReason.CAPTURE_FAILED)
-        calls.stats.why_not_captured = f"{error.what} ({error.where})"
         warnings.warn(f"{calls.region.name} runs eagerly: {error}", UserWarning, stacklevel=4)
 
     def _capture(self, plan: Plan, handovers: Mapping[Key, Handover], merge: int | None) -> None:

@@ -47,6 +47,13 @@ TRAINING_RULES: tuple[Rule, ...] = (
         "a file that ends in .json",
         "name the file trace.json, for example",
     ),
+    Rule(
+        code="report-is-trace",
+        fields=("cuda_graph_report", "cuda_graph_trace"),
+        broken=lambda o: o.cuda_graph_report is not None and o.cuda_graph_report == o.cuda_graph_trace,
+        what="the trace would be written over the report: both go to {cuda_graph_report}",
+        fix="give them different names",
+    ),
     at_least(0, "cuda_graph_verify", "give the number of steps to verify, or leave it out"),
     at_least(0, "cuda_graph_shadow_interval", "give the steps between two comparisons, or leave it out"),
     in_range("cuda_graph_verify_rtol", lambda v: v >= 0, "at least 0", "use 0 for the same bits"),

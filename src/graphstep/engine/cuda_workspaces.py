@@ -1,0 +1,64 @@
+"""Workspaces of cuBLAS, made where they are wanted: for the threads of forward and backward, on the current stream."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from graphstep.engine.compiled_part import apply_of
+from graphstep.engine.cuda_memory import stream_allocating_in
+
+
+def take(pool: Any, device: torch.device) -> None:
+    """Have the libraries take the workspaces of the current stream from a pool, unless they have some.
+
+    Nothing else comes to lie there. The pool stays in use for good.
+    """
+    factors = [_Factors.on(device, dtype) for dtype in (torch.float32, torch.bfloat16)]
+    leaf = torch.zeros(1, device=device, requires_grad=True)
+    ones = torch.ones_like(leaf)
+    with torch.enable_grad(), stream_allocating_in(pool, device):
+        torch.autograd.grad(_multiplied(leaf, factors), leaf, ones)
+
+
+@dataclass(frozen=True, slots=True)
+class _Factors:
+    """Small matrices, and where their products go: to multiply them takes no memory but a workspace."""
+
+    left: Tensor
+    right: Tensor
+    bias: Tensor
+    result: Tensor
+
+    @classmethod
+    def on(cls, device: torch.device, dtype: torch.dtype) -> _Factors:
+        left, right, result = torch.zeros(3, 16, 16, dtype=dtype, device=device)
+        return cls(left, right, torch.zeros(16, dtype=dtype, device=device), result)
+
+    def multiply(self) -> None:
+        torch.mm(self.left, self.right, out=self.result)
+        torch.addmm(self.bias, self.left, self.right, out=self.result)
+
+
+class _Multiplied(torch.autograd.Function):
+    """Multiplies in the thread of the caller, and in that of the backward pass, which has handles of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, leaf: Tensor, factors: Sequence[_Factors]) -> Tensor:
+        ctx.factors = factors
+        for each in factors:
+            each.multiply()
+        return leaf.view_as(leaf)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        for each in ctx.factors:
+            each.multiply()
+        return gradients[0], None
+
+
+_multiplied: Final = apply_of(_Multiplied)
