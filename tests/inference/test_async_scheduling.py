@@ -229,18 +229,42 @@ class TestWhatWasLaunchedTooMuch:
                 assert request.tokens.tolist()[len(known) :] == reference(model, known, rest)
 
 
-def test_an_error_leaves_what_is_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_keeps_what_is_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
     model = build_model("llama")
     with build_engine(model) as engine:
         request = engine.add_request(*prompts(4), greedy(6))
         outputs = engine.step()
         with monkeypatch.context() as patched:
             patched.setattr("graphstep.inference.draws.sample", lambda *_: 1 / 0)
-            for _ in range(2):
-                with pytest.raises(ZeroDivisionError):
-                    engine.step()
+            with pytest.raises(ZeroDivisionError):
+                engine.step()
+            outputs += engine.step()
+            assert len(outputs) == 2
+            with pytest.raises(ZeroDivisionError):
+                engine.step()
         outputs += finish(engine)
         assert [output.token for output in outputs] == reference(model, [*request.tokens[:4]], greedy(6))
+
+
+@pytest.mark.parametrize("scope", ["none", "block"])
+@pytest.mark.parametrize("kind", ["llama", "hybrid"])
+def test_a_step_that_fails_once_it_has_drawn_feeds_nobody(
+    kind: str, scope: str, monkeypatch: pytest.MonkeyPatch, device: torch.device
+) -> None:
+    """Its tokens lie where the next step looks for those of the step before it."""
+    model = build_model(kind, device)
+    with build_engine(model, scope) as engine:
+        requests = [engine.add_request(prompt, greedy(8)) for prompt in prompts(4, 3)]
+        outputs = engine.step() + engine.step()
+        with monkeypatch.context() as patched:
+            patched.setattr(engine._reader, "start", lambda *_: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                engine.step()
+        outputs += finish(engine)
+        for request in requests:
+            prompt = request.tokens[: request.num_prompt_tokens].tolist()
+            assert request.output_tokens == reference(model, prompt, request.sampling)
+            assert [output.token for output in outputs if output.request is request] == request.output_tokens
 
 
 def test_tokens_are_found_after_an_error_although_rows_have_changed(monkeypatch: pytest.MonkeyPatch) -> None:

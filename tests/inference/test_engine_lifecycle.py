@@ -10,6 +10,7 @@ import torch
 from tests.inference.generation import build_engine, build_model, greedy, prompts, reference, seeded
 
 from graphstep.errors import InputMismatchError, LifecycleError, RequestError
+from graphstep.inference.draws import PendingDraws
 from graphstep.inference.engine import CacheMode, DynamicEngine, EngineState
 from graphstep.inference.requests import FinishReason, Request, SamplingParams
 from graphstep.models import GPTModel
@@ -198,6 +199,17 @@ class TestNewWeights:
             assert update.num_recomputed == 0
             assert [request.num_preemptions for request in requests] == [0, 0]
 
+    def test_let_requests_whose_cache_is_offloaded_go_on_if_wanted(self) -> None:
+        with build_engine(build_model("llama")) as engine:
+            requests = started(engine)
+            engine.suspend(CacheMode.OFFLOAD)
+            update = engine.update_weights({}, keeps_running=True)
+            engine.resume()
+            finish(engine)
+            assert update.num_recomputed == 0
+            assert [request.num_preemptions for request in requests] == [0, 0]
+            assert all(is_right(engine.model, request) for request in requests)
+
     def test_that_do_not_fit_are_all_named_and_none_is_written(self) -> None:
         model = build_model("llama")
         with build_engine(model) as engine:
@@ -246,6 +258,29 @@ class TestNewWeights:
             finish(engine)
             assert [request.num_preemptions for request in requests] == [1, 1]
 
+    @pytest.mark.parametrize("keeps_running", [False, True])
+    def test_count_though_a_step_of_the_update_fails(
+        self, keeps_running: bool, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        model = build_model("llama")
+        (prompt,) = prompts(9)
+
+        def update(engine: DynamicEngine) -> None:
+            with monkeypatch.context() as patched, engine.weight_update(keeps_running=keeps_running):
+                engine.add_request([5], greedy(4))
+                engine.step()
+                model.load_state_dict(doubled(model), strict=False)
+                patched.setattr(PendingDraws, "read", lambda _: 1 / 0)
+
+        with build_engine(model) as engine:
+            engine.generate([prompt], greedy(3))
+            with pytest.raises(ZeroDivisionError):
+                update(engine)
+            finish(engine)
+            (request,) = engine.generate([prompt], greedy(3))
+            assert request.num_cached_tokens == 0
+            assert is_right(model, request)
+
 
 @pytest.mark.parametrize("kind", ["llama", "hybrid"])
 def test_a_step_that_fails_is_repeated(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -269,6 +304,30 @@ class TestLife:
                 engine.step()
             engine.model.eval()
             finish(engine)
+
+    def test_an_engine_without_graphs_is_made_whatever_the_mode_of_its_model(self) -> None:
+        model = build_model("moe").train()
+        with build_engine(model, captures_at_start=True) as engine:
+            engine.suspend(CacheMode.RECOMPUTE)
+            engine.resume()
+            model.eval()
+            (request,) = engine.generate([[1]], greedy(2))
+            assert is_right(model, request)
+
+    def test_graphs_of_a_model_in_training_mode_are_not_captured(self) -> None:
+        model = build_model("llama")
+        with build_engine(model, "block", captures_at_start=True) as engine:
+            requests = started(engine)
+            engine.suspend(CacheMode.OFFLOAD)
+            model.train()
+            with pytest.raises(LifecycleError, match="training mode"):
+                engine.resume()
+            assert engine.state is EngineState.SUSPENDED
+            model.eval()
+            engine.resume()
+            assert len(engine.runner.graphs) == len(engine.runner.ladder.buckets)
+            finish(engine)
+            assert all(is_right(model, request) for request in requests)
 
     def test_closing_frees_everything(self) -> None:
         engine = build_engine(build_model("llama"), "block")

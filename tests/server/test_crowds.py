@@ -86,7 +86,14 @@ def test_full_queue_refuses_and_recovers() -> None:
         assert all(answer["usage"]["completion_tokens"] == 30 for status, answer in answers if status == 200)
         assert wait_for(server.is_idle)
         assert server.complete()[0] == 200
-        assert server.complete(n=13)[0] == 429  # more than there are places
+
+
+def test_more_sequences_than_there_can_be_places_for_are_not_told_to_try_again() -> None:
+    with running(max_queue=1) as server:  # and 8 in a batch
+        assert server.complete(n=9)[0] == 200
+        status, answer = server.complete(n=10)
+        assert status == 400
+        assert answer["error"]["message"] == "10 sequences in one request; at most 9 are allowed"
 
 
 def test_connections_are_limited() -> None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import re
 
+from tests.inference.generation import build_engine, build_model, greedy, prompts
 from tests.server.serving import NAME, RunningServer
 
 from graphstep.server.metrics import Histogram, Metrics
+from graphstep.server.model import EngineNumbers
 
 LINE = re.compile(r'[a-z_]+(\{[a-z]+="[^"]*"(,[a-z]+="[^"]*")*\})? -?[0-9.e+-]+')
 
@@ -51,6 +53,14 @@ def test_numbers_are_those_of_the_requests(server: RunningServer) -> None:
     assert grown["request_seconds_count"] == 1
     assert grown["steps_total"] >= 6
     assert server.metric("cache_blocks_held") == 0
+
+
+def test_steps_that_were_taken_back_are_not_counted() -> None:
+    with build_engine(build_model("llama"), "block") as engine:
+        engine.generate(prompts(3, 5), [greedy(3), greedy(6)])
+        numbers = EngineNumbers.of(engine)
+        assert numbers.num_steps < engine.counts.steps  # a shape that has to be captured waits for the step before it
+        assert numbers.num_steps == numbers.num_graph_steps
 
 
 def test_answers_are_counted_by_path_and_status(server: RunningServer) -> None:

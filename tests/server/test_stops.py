@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from graphstep.inference.text import ByteText
@@ -29,6 +29,28 @@ def test_text_ends_before_the_first_stop_text(text: str, stop: list[str]) -> Non
     pieces, is_stopped = pieces_of(text, stop)
     assert "".join(pieces) == before_first(text, stop)
     assert is_stopped == any(each in text for each in stop)
+
+
+class Words:
+    """A stream whose tokens are texts of any length."""
+
+    def __init__(self, words: list[str]) -> None:
+        self._words = words
+
+    def add(self, token: int) -> str:
+        return self._words[token]
+
+    def finish(self) -> str:
+        return ""
+
+
+@given(st.lists(st.text("ab", max_size=5), max_size=6), st.lists(st.text("ab", min_size=1, max_size=5), max_size=3))
+@example(["xab", "c"], ["abc", "b"]).via("the shorter one is complete, the longer one begins before it")
+@example(["xabc"], ["abc", "b"]).via("the same in one token")
+def test_text_does_not_depend_on_the_length_of_tokens(words: list[str], stop: list[str]) -> None:
+    stopped = StoppedText(Words(words), stop)
+    pieces = [stopped.add(token) for token in range(len(words))]
+    assert "".join([*pieces, stopped.finish()]) == before_first("".join(words), stop)
 
 
 @given(st.text("abä", max_size=24))

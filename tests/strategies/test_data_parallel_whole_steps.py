@@ -19,6 +19,7 @@ import graphstep
 from graphstep.capture.session import GraphSession
 from graphstep.config.switches import CapturePolicy
 from graphstep.engine import data_parallel
+from graphstep.errors import CaptureError
 from graphstep.strategies import FullCudaGraphWrapper
 from graphstep.strategies.leaf_streams import SET_UP_AGAIN, LeafStreams
 
@@ -123,6 +124,43 @@ def test_graph_step(device: torch.device, built_on: str, options: str) -> None:
             assert was_captured(step.report(), device, built_on), step.report().rows[0].eager_calls
         session.close()
     assert equal(*jobs)
+
+
+def read(gradient: Tensor) -> Tensor:
+    """Another factor by a value on the host, which no graph can read."""
+    return gradient * (0.5 if float(gradient.abs().sum()) > 2.0**-8 else 1.0)
+
+
+@pytest.mark.parametrize("policy", ["auto", "required"])
+@pytest.mark.parametrize("options", OPTIONS)
+def test_a_capture_that_fails_within_the_backward(options: str, policy: str) -> None:
+    """On the CPU only: the wrapper would wait for the rest of that backward, and raise in its next forward."""
+    device = torch.device("cpu")
+    jobs: list[Job] = []
+    refused: list[str] = []
+    for is_graphed in (False, True):
+        session = GraphSession(device)
+        job = Job(device, session, "the capture stream", OPTIONS[options])
+        next(job.model.module.layers.parameters()).register_hook(read)
+        step: Any = graphstep.graph_step(job.step, session=session, policy=policy) if is_graphed else job.step
+        torch.manual_seed(2)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            for _ in range(10):
+                batch = job.batch()
+                try:
+                    loss = step(batch)
+                except CaptureError as error:
+                    refused.append(error.what)
+                    loss = step.eager(batch)
+                job.note(loss)
+            if is_graphed:
+                assert step.report().rows[0].num_replays == 0
+        jobs.append(job)
+        session.close()
+    assert equal(*jobs)
+    assert bool(refused) == (policy == "required")
+    assert all("on the host" in what for what in refused)
 
 
 @pytest.mark.parametrize("built_on", BUILT_ON)

@@ -182,6 +182,35 @@ def test_gradients_that_are_kept_stay_as_they_are(device: torch.device) -> None:
     compared(device, plain_step, script).close()
 
 
+def test_gradients_outlive_graphs_that_were_captured_before(device: torch.device) -> None:
+    """Those may work in memory that is free at the capture, and are replayed after the gradients were made."""
+
+    def script(job: Job) -> None:
+        model = job.model
+
+        def evaluate(values: Tensor) -> Tensor:
+            hidden = torch.cat([values.sin().relu(), values.cos().relu()], 1).repeat(1, 4)
+            result: Tensor = model(values) + hidden.exp().tanh().sum(1, keepdim=True)
+            return result
+
+        options = {"session": job.step.session} if job.is_graphed else {}
+        evaluation: Any = graphstep.graph_step(evaluate, **options) if job.is_graphed else evaluate
+        for index in range(14):
+            if index >= 5:
+                job.run()
+            kept = model.outer.weight.grad
+            model.eval()
+            with torch.no_grad():
+                job.kept.append(evaluation(job.batch()[0]))
+            model.train()
+            job.kept += [] if kept is None else [kept, kept.clone()]
+            job.note(torch.zeros(()))
+        if job.is_graphed:
+            assert all(row.num_replays >= 6 for row in job.step.report().rows)
+
+    compared(device, plain_step, script).close()
+
+
 def test_an_alias_of_a_gradient_is_refused(device: torch.device) -> None:
     job = Job(device, True, plain_step)
     for _ in range(5):

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.strategies.step_jobs import Job, compared, replays, zeroing_in_place
 from torch import Tensor, nn
 
 import graphstep
@@ -154,6 +155,26 @@ def test_parameters_that_are_frozen_and_thawed(device: torch.device, outside: bo
     assert all(map(torch.equal, *traces))
     assert step.report().rows[0].num_replays > 6
     step.close()
+
+
+def test_what_is_left_in_a_frozen_parameter_counts(device: torch.device) -> None:
+    """A gradient of zeros has momentum go on; without any, the optimizer leaves the parameter alone."""
+
+    def script(job: Job) -> None:
+        job.optimizer = torch.optim.SGD(job.model.parameters(), lr=2.0**-5, momentum=0.9, fused=True)
+        frozen = job.model.outer.bias
+        for index in range(16):
+            if index == 2:
+                frozen.requires_grad_(False)
+            if index == 8:
+                frozen.grad = None
+            if index == 13:
+                frozen.grad = torch.ones_like(frozen)
+            job.run()
+
+    job = compared(device, zeroing_in_place, script)
+    assert replays(job) >= 6
+    job.close()
 
 
 def test_zeroing_that_no_warmup_has_shown(device: torch.device) -> None:

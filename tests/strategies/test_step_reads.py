@@ -15,6 +15,8 @@ from graphstep.errors import CaptureError
 from graphstep.strategies.step_reads import StepReads
 
 FACTOR = 1.0
+OTHER = 1.0
+"""Read by methods only."""
 
 
 def by_the_global(value: Tensor) -> Tensor:
@@ -36,6 +38,19 @@ class Loss:
     def of(self, output: Tensor) -> Tensor:
         return output.square().mean() * self.shared
 
+    def by_the_global(self, output: Tensor) -> Tensor:
+        return output.square().mean() * OTHER
+
+
+def shared_of(loss: Any, output: Tensor) -> Tensor:
+    value: Tensor = output.square().mean() * loss.shared
+    return value
+
+
+def method_of(loss: Any, output: Tensor) -> Tensor:
+    value: Tensor = loss.by_the_global(output)
+    return value
+
 
 class ModuleLoss(nn.Module):
     """A module whose forward is never called."""
@@ -55,6 +70,16 @@ class ReadsTheGlobal(nn.Linear):
         return super().forward(values) * FACTOR
 
 
+class ReadsItInAMethod(nn.Linear):
+    """The same in a method that its forward calls."""
+
+    def forward(self, values: Tensor) -> Tensor:
+        return self.scaled(super().forward(values))
+
+    def scaled(self, values: Tensor) -> Tensor:
+        return values * OTHER
+
+
 class Slotted:
     __slots__ = ("factor",)
 
@@ -71,6 +96,8 @@ class Trainer:
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=2.0**-5, fused=True)
         self.loss, self.module_loss, self.slotted = Loss(), ModuleLoss(), Slotted()
         self.factor, self.inner, self.step, self.calls = 1.0, 1.0, 0, 0
+        self.other = ReadsItInAMethod(4, 3).to(device)
+        self.terms = {"one": [self.loss.by_the_global]}
         self.target = torch.zeros(3, device=device)
         self.last: Tensor | None = None
         self.counts: dict[int, str] = {}
@@ -116,6 +143,18 @@ class Trainer:
     def variable_of_a_forward(self, values: Tensor) -> Tensor:
         return self.backward(self.output(values).square().mean())
 
+    def method_of_a_forward(self, values: Tensor) -> Tensor:
+        return self.backward(self.output(values).square().mean() + self.other(values).square().mean())
+
+    def method_of_what_a_function_is_given(self, values: Tensor) -> Tensor:
+        return self.backward(method_of(self.loss, self.output(values)))
+
+    def class_of_what_a_function_is_given(self, values: Tensor) -> Tensor:
+        return self.backward(shared_of(self.loss, self.output(values)))
+
+    def functions_in_containers(self, values: Tensor) -> Tensor:
+        return self.backward(self.terms["one"][0](self.output(values)))
+
     def inside_a_function(self, values: Tensor) -> Tensor:
         def scaled(output: Tensor) -> Tensor:
             return output.square().mean() * self.factor
@@ -151,8 +190,8 @@ class Trainer:
         return self.attribute(values)
 
 
-def set_global(value: float) -> None:
-    globals()["FACTOR"] = value
+def set_global(value: float, name: str = "FACTOR") -> None:
+    globals()[name] = value
 
 
 def replace_target(trainer: Trainer) -> None:
@@ -168,6 +207,10 @@ CHANGES: dict[str, Callable[[Trainer], Any]] = {
     "slot": lambda t: setattr(t.slotted, "factor", 3.0),
     "variable_of_the_module": lambda t: set_global(3.0),
     "variable_of_a_forward": lambda t: set_global(3.0),
+    "method_of_a_forward": lambda t: set_global(3.0, "OTHER"),
+    "method_of_what_a_function_is_given": lambda t: set_global(3.0, "OTHER"),
+    "class_of_what_a_function_is_given": lambda t: setattr(Loss, "shared", 3.0),
+    "functions_in_containers": lambda t: set_global(3.0, "OTHER"),
     "inside_a_function": lambda t: setattr(t, "factor", 3.0),
     "tensor": replace_target,
 }
@@ -175,6 +218,8 @@ CHANGES: dict[str, Callable[[Trainer], Any]] = {
 
 def run(device: torch.device, name: str, is_graphed: bool, change: Callable[[Trainer], Any]) -> tuple[Tensor, Any]:
     set_global(1.0)
+    set_global(1.0, "OTHER")
+    Loss.shared = 1.0
     trainer = Trainer(device)
     step: Any = getattr(trainer, name)
     step = graphstep.graph_step(step) if is_graphed else step
@@ -186,6 +231,8 @@ def run(device: torch.device, name: str, is_graphed: bool, change: Callable[[Tra
         trainer.step += 1  # no business of the step's, which only calls a method of that name
         losses.append(step(torch.randn(5, 4, device=device)))
     set_global(1.0)
+    set_global(1.0, "OTHER")
+    Loss.shared = 1.0
     return torch.stack(losses), step
 
 

@@ -118,3 +118,13 @@ def test_the_last_step_is_looked_at_as_well(device: str, impl: str) -> None:
         pytest.raises(NonFiniteError, match="microbatch"),
     ):
         trainer.train()
+
+
+def test_options_that_do_nothing_without_a_gpu_are_named() -> None:
+    config = config_of(
+        "cpu", "full_iteration", compile=True, fuse_gradient_accumulation=True, parallel_weight_gradients=True
+    )
+    with Trainer(config) as trainer:
+        assert any("--compile and --parallel-weight-gradients need a GPU" in notice for notice in trainer.notices)
+    with Trainer(config_of("cpu", "full_iteration")) as trainer:
+        assert not any("GPU" in notice for notice in trainer.notices)

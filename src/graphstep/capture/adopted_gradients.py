@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 from operator import attrgetter, is_
 from typing import Final
 
@@ -19,8 +20,9 @@ class AdoptedGradients:
     """For a step that drops the gradients from before it: what it makes is kept in the memory where it was made.
 
     That memory belongs to the first recording of the session that makes the gradient. It is held from then on, so that
-    it is not given to anything else, and later recordings copy their gradient there. A gradient that somebody keeps
-    from one step to the next gets memory of its own before it would be overwritten.
+    it is not given to anything else, and later recordings copy their gradient there. Recordings that were there before
+    may work in the same memory: beside them, a gradient gets a home outside, and is copied there. A gradient that
+    somebody keeps from one step to the next gets memory of its own before it would be overwritten.
 
     Args:
         shared: of all recordings of a session.
@@ -31,6 +33,8 @@ class AdoptedGradients:
         self._homes: list[Home] = []
         self._leaves: list[Tensor] = []
         self._shown: list[Tensor] = []
+        self._made: list[Tensor] = []
+        """Leaves that have got a home outside for the capture that is to come."""
         self._holders = HolderCount(())
         self._num_holders: list[int] = []
         self._unheld = _references_of_a_gradient()
@@ -39,6 +43,21 @@ class AdoptedGradients:
         """Where the gradient of a leaf lives already, if anywhere."""
         home = self._shared.get(id(leaf))
         return home.tensor if home is not None and not is_stale(home) and fits(home.tensor, leaf) else None
+
+    def make_homes(self, leaves: Iterable[Tensor]) -> None:
+        """Before a capture beside earlier recordings: give gradients that live nowhere yet a home outside the pool."""
+        for leaf in leaves:
+            if self.standing(leaf) is None:
+                with torch.no_grad():
+                    made = torch.empty_like(leaf, memory_format=torch.preserve_format)
+                self._shared[id(leaf)] = Home(leaf, made, made.data_ptr(), False, made.detach(), True)
+                self._made.append(leaf)
+
+    def forget_made(self) -> None:
+        """After a capture that failed."""
+        for leaf in self._made:
+            self._shared.pop(id(leaf), None)
+        self._made = []
 
     def adopt(self, leaf: Tensor, gradient: Tensor) -> None:
         """Keep the gradient that a recording makes for a leaf; if it lives elsewhere already, it stays there."""

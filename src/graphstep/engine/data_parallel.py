@@ -16,6 +16,41 @@ _HELPER_TAKES: Final = ("parameters", "expect_sparse_gradient", "param_to_name_m
 
 def why_not_anew(wrapper: DistributedDataParallel) -> str | None:
     """Why :func:`set_up_anew` cannot be used on a wrapper, or ``None``."""
+    problem = _why_never_anew(wrapper)
+    if problem is not None:
+        return problem
+    if any(map(leaf_nodes.is_held, _parameters(wrapper))):
+        return "somebody holds the nodes that accumulate gradients of its parameters"
+    return None if is_finished(wrapper) else "a backward of it is still to come"
+
+
+def is_finished(wrapper: DistributedDataParallel) -> bool:
+    """False from the first gradient of a backward to the last reduction of it."""
+    check = getattr(getattr(wrapper, "reducer", None), "_check_reducer_finalized", None)
+    if check is None:
+        return True
+    try:
+        check()
+    except RuntimeError:
+        return False
+    return True
+
+
+def give_up_backward(wrapper: DistributedDataParallel) -> bool:
+    """Let a wrapper forget a backward that has failed, which it would wait for; else its next forward raises.
+
+    Left as it is where that cannot be done. The nodes of that backward may still be held by an error; nobody runs it.
+
+    Returns:
+        Whether it was set up anew.
+    """
+    if is_finished(wrapper) or _why_never_anew(wrapper) is not None:
+        return False
+    set_up_anew(wrapper)
+    return True
+
+
+def _why_never_anew(wrapper: DistributedDataParallel) -> str | None:
     helper = getattr(wrapper, "_ddp_init_helper", None)
     if helper is None or tuple(inspect.signature(helper).parameters) != _HELPER_TAKES:
         return "this version of torch sets it up in another way"
@@ -29,15 +64,7 @@ def why_not_anew(wrapper: DistributedDataParallel) -> str | None:
         "a built-in communication hook": not wrapper._comm_hooks and bool(_name_of_hook(wrapper)),
     }
     found = [name for name, is_there in special.items() if is_there]
-    if found:
-        return f"it has {' and '.join(found)}"
-    if any(map(leaf_nodes.is_held, _parameters(wrapper))):
-        return "somebody holds the nodes that accumulate gradients of its parameters"
-    try:
-        wrapper.reducer._check_reducer_finalized()
-    except RuntimeError:
-        return "a backward of it is still to come"
-    return None
+    return f"it has {' and '.join(found)}" if found else None
 
 
 def set_up_anew(wrapper: DistributedDataParallel) -> None:

@@ -20,7 +20,7 @@ from graphstep.inference.blocks import BlockPool
 from graphstep.inference.cache import CacheShape, InferenceCache
 from graphstep.inference.draws import DrawReader, PendingDraws
 from graphstep.inference.engine_config import EngineConfig
-from graphstep.inference.engine_states import CacheMode, EngineState, WeightUpdate
+from graphstep.inference.engine_states import CacheMode, EngineState, WeightUpdate, misfit
 from graphstep.inference.fusions import fusions_for
 from graphstep.inference.memory import plan_cache
 from graphstep.inference.metadata import StepMetadata
@@ -197,7 +197,7 @@ class DynamicEngine:
             LifecycleError: suspended, closed, or the model is in training mode.
             StaleAddressError: weights are not where graphs expect them. No request is lost.
 
-        Other errors pass through; steps that were not returned are taken back, and later calls repeat them.
+        Other errors pass through; no token is lost: later calls return what was in flight, and repeat what failed.
         """
         return self._step(verifies=True)
 
@@ -267,12 +267,14 @@ class DynamicEngine:
         """Go on. Memory that was given up is taken again, and its graphs are captured as at the start.
 
         Raises:
-            LifecycleError: it is not suspended.
+            LifecycleError: it is not suspended; or there are graphs to capture, and the model is in training mode: the
+                engine stays suspended.
         """
+        where = "DynamicEngine.resume"
         if self._state is not EngineState.SUSPENDED:
-            raise LifecycleError(
-                f"the engine is {self._state.value}", where="DynamicEngine.resume", fix="suspend() it first"
-            )
+            raise LifecycleError(f"the engine is {self._state.value}", where=where, fix="suspend() it first")
+        if self.config.captures_at_start and self._runner.lacks_graphs:
+            self._require_evaluation(where)
         if not self._cache.is_allocated:
             self._cache.allocate()
         self._state = EngineState.READY
@@ -301,15 +303,17 @@ class DynamicEngine:
         try:
             yield update
         finally:
-            self._read_launched()  # The body may have computed steps.
-            if keeps_running and self._cache.is_allocated:
-                self._scheduler.forget_cache()
-            else:
-                update.num_recomputed = self._scheduler.num_running
-                self._scheduler.recompute_all()
-            update.moved = self._runner.changes()
-            if update.moved:
-                self._runner.drop()
+            try:
+                self._read_launched()  # The body may have computed steps.
+            finally:
+                if keeps_running:
+                    self._scheduler.forget_cache()
+                else:
+                    update.num_recomputed = self._scheduler.num_running
+                    self._scheduler.recompute_all()
+                update.moved = self._runner.changes()
+                if update.moved:
+                    self._runner.drop()
         if update.moved and self.config.captures_at_start and self._state is EngineState.READY:
             self._capture_all()
 
@@ -325,7 +329,7 @@ class DynamicEngine:
                 was written.
         """
         own = self.model.state_dict(keep_vars=True)
-        wrong = [what for name, new in weights.items() if (what := _misfit(name, own.get(name), new)) is not None]
+        wrong = [what for name, new in weights.items() if (what := misfit(name, own.get(name), new)) is not None]
         if wrong:
             raise InputMismatchError(
                 "weights that do not fit the model: " + "; ".join(wrong),
@@ -374,6 +378,7 @@ class DynamicEngine:
 
     def _step(self, *, verifies: bool) -> list[Output]:
         self._require_ready("DynamicEngine.step")
+        self._require_evaluation("DynamicEngine.step")
         if self._kept:
             kept, self._kept = self._kept, []
             return kept
@@ -398,8 +403,8 @@ class DynamicEngine:
             self._launched.append(self._start(step, verifies=verifies))
         except BaseException:
             self._scheduler.abandon(step)
+            self._read_launched()  # The failed step may have drawn over the tokens that it was fed from.
             if self._has_states:
-                self._read_launched()
                 self._scheduler.recompute_all()  # States may have gone on by a token already.
             raise
         return True
@@ -461,7 +466,8 @@ class DynamicEngine:
                 stream.put(output)
 
     def _capture_all(self) -> None:
-        self._require_evaluation("DynamicEngine")
+        if self._runner.lacks_graphs:
+            self._require_evaluation("DynamicEngine")
         self._runner.capture_all(show_progress=self.config.show_progress)
         graphs = self._runner.graphs
         if graphs:
@@ -476,7 +482,6 @@ class DynamicEngine:
         if self._state is not EngineState.READY:
             fix = "resume() it first" if self._state is EngineState.SUSPENDED else "make a new one"
             raise LifecycleError(f"the engine is {self._state.value}", where=where, fix=fix)
-        self._require_evaluation(where)
 
     def _require_evaluation(self, where: str) -> None:
         if self.model.training:
@@ -485,16 +490,3 @@ class DynamicEngine:
                 where=where,
                 fix="call model.eval() before, and model.train() to go on with training",
             )
-
-
-def _misfit(name: str, own: Tensor | None, new: object) -> str | None:
-    """Why a weight cannot be copied, or ``None``."""
-    if own is None:
-        return f"{name}: unknown"
-    if not isinstance(new, Tensor):
-        return f"{name}: expected a tensor, got {type(new).__name__}"
-    if own.shape != new.shape:
-        return f"{name}: expected {tuple(own.shape)}, got {tuple(new.shape)}"
-    if own.is_floating_point() and not new.is_floating_point():
-        return f"{name}: expected {own.dtype} or another floating type, got {new.dtype}"
-    return None

@@ -5,6 +5,8 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass, field
 
+from torch import Tensor
+
 
 class EngineState(enum.Enum):
     """READY <-> SUSPENDED, and CLOSED from either."""
@@ -33,3 +35,22 @@ class WeightUpdate:
     """Weights that are not where they were, in words. Empty: all addresses were kept, and so were the graphs."""
     num_recomputed: int = 0
     """Running requests whose keys and values are computed again."""
+
+
+def misfit(name: str, own: Tensor | None, new: object) -> str | None:
+    """Say why a new value cannot be copied into a weight, or ``None``.
+
+    Args:
+        name: of the weight.
+        own: what the model has by that name.
+        new: what is to be copied into it.
+    """
+    if own is None:
+        return f"{name}: unknown"
+    if not isinstance(new, Tensor):
+        return f"{name}: expected a tensor, got {type(new).__name__}"
+    if own.shape != new.shape:
+        return f"{name}: expected {tuple(own.shape)}, got {tuple(new.shape)}"
+    if own.is_floating_point() and not new.is_floating_point():
+        return f"{name}: expected {own.dtype} or another floating type, got {new.dtype}"
+    return None

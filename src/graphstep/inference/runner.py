@@ -122,6 +122,11 @@ class StepRunner:
         return tuple(self._graphs.values())
 
     @property
+    def lacks_graphs(self) -> bool:
+        """Would `capture_all` capture something?"""
+        return any(bucket not in self._graphs and bucket not in self._failed for bucket in self.ladder.buckets)
+
+    @property
     def step_stats(self) -> RegionStats:
         """Steps that were replays, and the others with their reasons."""
         return self._step_stats

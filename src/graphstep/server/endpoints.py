@@ -170,7 +170,8 @@ def _check_model(serving: Serving, wanted: Wanted) -> None:
 
 
 def _check_choices(serving: Serving, number: int) -> None:
-    most = serving.options.max_choices
+    # More than there can ever be places for would be told to try again later, for ever.
+    most = min(serving.options.max_choices, serving.worker.capacity)
     if number > most:
         raise ApiError(400, f"{number} sequences in one request; at most {most} are allowed", param="n")
 

@@ -70,14 +70,15 @@ class EngineNumbers:
     @classmethod
     def of(cls, engine: DynamicEngine) -> EngineNumbers:
         """Read them; in the thread of the engine."""
-        counts, blocks = engine.counts, engine.blocks
+        counts, blocks, steps = engine.counts, engine.blocks, engine.runner.step_stats
         return cls(
             num_running=engine.num_running,
             num_waiting=engine.num_waiting,
             num_blocks=blocks.capacity,
             num_blocks_held=blocks.capacity - blocks.num_available,
-            num_steps=counts.steps,
-            num_graph_steps=engine.runner.step_stats.num_replays,
+            # Of those that ran: the scheduler also counts what it took back before it could run.
+            num_steps=steps.num_replays + sum(steps.eager_calls.values()),
+            num_graph_steps=steps.num_replays,
             num_preemptions=counts.preemptions,
             num_prompt_tokens=counts.prompt_tokens,
             num_cached_tokens=counts.cached_tokens,

@@ -41,10 +41,11 @@ class StoppedText:
         self.length += len(text)
         text = self._held + text
         self._held = ""
-        ends = [place for stop in self._stop if (place := text.find(stop)) >= 0]
-        if ends:
+        found = [(place + len(stop), place) for stop in self._stop if (place := text.find(stop)) >= 0]
+        if found:
             self.is_stopped = True
-            return text[: min(ends)]
+            # Of several the one that is complete first, as if characters came one by one.
+            return text[: min(found)[1]]
         num_held = 0 if is_last else self._could_begin_stop(text)
         if num_held:
             self._held = text[-num_held:]

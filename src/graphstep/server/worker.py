@@ -58,7 +58,8 @@ class EngineWorker:
     def __init__(self, engine: DynamicEngine, loop: asyncio.AbstractEventLoop, *, capacity: int) -> None:
         self._engine = engine
         self._loop = loop
-        self._capacity = capacity
+        self.capacity = capacity
+        """Sequences that may be unfinished at once."""
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._is_stopped = False
@@ -95,8 +96,8 @@ class EngineWorker:
             ApiError: too many are waiting, or the engine has stopped.
             RequestError: one could never be served.
         """
-        if self._num_unsettled + len(prompts) > self._capacity:
-            what = f"{self._num_unsettled} of {self._capacity} places are taken: try again later"
+        if self._num_unsettled + len(prompts) > self.capacity:
+            what = f"{self._num_unsettled} of {self.capacity} places are taken: try again later"
             raise ApiError(429, what, code="queue_full")
         jobs = [Job(index, prompt, sampling, events) for index, (prompt, sampling) in enumerate(prompts)]
         self._num_unsettled += len(jobs)

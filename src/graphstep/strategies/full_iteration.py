@@ -18,6 +18,7 @@ from graphstep.errors import ConfigError, Problem
 from graphstep.strategies.iteration_graphs import IterationGraphs
 from graphstep.strategies.iteration_state import Step
 from graphstep.strategies.optimizers_inside import OptimizersInside
+from graphstep.strategies.step_options import checked
 from graphstep.strategies.step_reads import StepReads
 
 STAGES = ("training", "validation")
@@ -56,6 +57,9 @@ class FullCudaGraphWrapper:
         use_single_mempool: training and validation graphs share one memory pool.
         optimizers: those that step in ``forward_backward_func``, if it makes whole steps. They need ``fused=True`` or
             ``capturable=True``; their learning rates follow a schedule, see :class:`OptimizersInside`.
+
+    Raises:
+        ConfigError: a number or policy that there is not.
     """
 
     launches_graphs: Final = True
@@ -69,11 +73,18 @@ class FullCudaGraphWrapper:
         session: GraphSession,
         cuda_graph_warmup_steps: int = 3,
         max_graphs: int = 16,
-        policy: CapturePolicy = CapturePolicy.required,
-        on_mismatch: MismatchPolicy = MismatchPolicy.recapture,
+        policy: CapturePolicy | str = CapturePolicy.required,
+        on_mismatch: MismatchPolicy | str = MismatchPolicy.recapture,
         use_single_mempool: bool = True,
         optimizers: Iterable[Optimizer] = (),
     ) -> None:
+        policy, on_mismatch = checked(
+            "FullCudaGraphWrapper",
+            warmup_steps=cuda_graph_warmup_steps,
+            max_graphs=max_graphs,
+            policy=policy,
+            on_mismatch=on_mismatch,
+        )
         self._function = forward_backward_func
         self._model = model
         self._session = session
@@ -196,6 +207,7 @@ class FullCudaGraphWrapper:
         found.add_function(self._function)
         found.add_modules([self._model] if isinstance(self._model, nn.Module) else self._model)
         found.add_values(values_of(flatten(call)[1]))
+        found.add_optimizers(self._inside)
         return found.places
 
     def _run(self, given: Any, forward_only: bool) -> Any:

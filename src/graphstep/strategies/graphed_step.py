@@ -19,11 +19,11 @@ from graphstep.capture.session import GraphSession
 from graphstep.capture.static_inputs import copies_of, to_device
 from graphstep.capture.tree import flatten, values_of
 from graphstep.config.switches import CapturePolicy, MismatchPolicy
-from graphstep.config.validation import to_member
 from graphstep.errors import ConfigError, Problem
 from graphstep.strategies.iteration_graphs import LANE, IterationGraphs
 from graphstep.strategies.iteration_state import Step
 from graphstep.strategies.optimizers_inside import OptimizersInside
+from graphstep.strategies.step_options import checked
 from graphstep.strategies.step_parts import StepParts
 from graphstep.strategies.step_reads import StepReads
 
@@ -58,7 +58,14 @@ class GraphedStep(Generic[P, R]):
             "max_graphs": max_graphs,
             "session": session,
         }
-        policy, on_mismatch = _checked(cuda_graph_warmup_steps, max_graphs, policy, on_mismatch)
+        policy, on_mismatch = checked(
+            "graph_step",
+            warmup_steps=cuda_graph_warmup_steps,
+            least_warmup=2,
+            max_graphs=max_graphs,
+            policy=policy,
+            on_mismatch=on_mismatch,
+        )
         functools.update_wrapper(self, step_fn)
         self._function = step_fn
         self._parts = StepParts(modules, optimizers)
@@ -194,6 +201,7 @@ class GraphedStep(Generic[P, R]):
         found.add_function(self._function)
         found.add_values(values_of(flatten(batch)[1]))
         found.add_modules(module for _, module in self._parts.modules())
+        found.add_optimizers(self._parts.optimizers)
         self._parts.add_modules(found.modules.values())
         return found.places
 
@@ -258,24 +266,6 @@ def graph_step(step_fn: Callable[P, R] | None = None, **options: Any) -> Any:
     if step_fn is None:
         return functools.partial(graph_step, **options)
     return GraphedStep(step_fn, **options)
-
-
-def _checked(warmup_steps: int, max_graphs: int, policy: str, on_mismatch: str) -> tuple[CapturePolicy, MismatchPolicy]:
-    problems = []
-    if warmup_steps < 2:
-        what = f"cuda_graph_warmup_steps is {warmup_steps}: what a step does with gradients is seen in its second call"
-        problems.append(Problem("warmup-steps", what, "graph_step", "use 2 or more"))
-    if max_graphs < 1:
-        problems.append(Problem("max-graphs", f"max_graphs is {max_graphs}", "graph_step", "use 1 or more"))
-    found: dict[str, Any] = {}
-    for kind, value, name in ((CapturePolicy, policy, "policy"), (MismatchPolicy, on_mismatch, "on_mismatch")):
-        try:
-            found[name] = to_member(kind, value, name)
-        except ConfigError as error:
-            problems += error.problems
-    if problems:
-        raise ConfigError(problems)
-    return found["policy"], found["on_mismatch"]
 
 
 def _device_of(modules: Iterable[nn.Module]) -> torch.device:

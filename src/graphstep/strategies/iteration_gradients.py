@@ -74,7 +74,8 @@ class StepGradients:
 
     A gradient that the step adds to lives at a fixed address outside of the graph's memory, see
     :class:`GradientHomes`. One that the step makes anew lives where the first graph of the session has made it, in
-    memory that is not given to anything else; graphs captured later copy theirs there.
+    memory that is not given to anything else; graphs captured later copy theirs there. Where the session has other
+    graphs already, it lives outside of their memory too.
 
     Args:
         shared: of all recordings of a session.
@@ -142,12 +143,13 @@ class StepGradients:
 
     # ----- around a capture
 
-    def ready(self, leaves: Iterable[Tensor], where: str) -> None:
+    def ready(self, leaves: Iterable[Tensor], where: str, *, is_alone: bool = True) -> None:
         """Before a capture: have every gradient where the graph is to find it, or not there.
 
         Args:
             leaves: those that the step fills.
             where: for errors.
+            is_alone: nothing else is captured that works in the same memory.
 
         Raises:
             CaptureError: the step uses gradients from before it, and then replaces them.
@@ -166,6 +168,8 @@ class StepGradients:
             if leaf.grad is not None:
                 self._aside.append((leaf, leaf.grad.to("cpu", copy=True)))
             leaf.grad = None
+        if not is_alone:
+            self._adopted.make_homes(self._made_anew().values())
 
     def collect(self) -> None:
         """At the end of the captured function: bring the gradients that it made to where they live already."""
@@ -215,6 +219,7 @@ class StepGradients:
     def forget(self) -> None:
         """After a failed capture: leaves that had no gradient have none again."""
         self._homes.forget()
+        self._adopted.forget_made()
 
     # ----- around a replay
 

@@ -293,7 +293,9 @@ class IterationGraphs:
     def _learn_again(self, step: Step, iteration: Iteration, batch: Any, stats: RegionStats, reason: str) -> Any:
         """Gradients are not as in the runs that were seen: run eagerly, and see what the step does with these."""
         stats.eager_calls[reason] += 1
-        if iteration.gradients.knows_too_little():
+        # What runs no backward has nothing to do with gradients; it was only seen before there were any.
+        is_evaluation = not step.fills_gradients or not torch.is_grad_enabled()
+        if is_evaluation or iteration.gradients.knows_too_little():
             self._drop(iteration, stats)
             iteration.num_eager = self._warmup_of(step) - 1
             return self._warm_up(step, iteration, batch)
@@ -355,10 +357,14 @@ class IterationGraphs:
             iteration.last_run = LastRun(iteration.attributes.again(), step.optimizers, leaves)
             iteration.attributes = None
         if is_set_up_again:
-            for each in self._iterations.values():
-                if each.graph is None:
-                    each.num_eager, each.why_eager = 0, SET_UP_AGAIN
+            self._warm_up_again()
         return result
+
+    def _warm_up_again(self) -> None:
+        """After DistributedDataParallel was set up again: what is not captured begins anew."""
+        for each in self._iterations.values():
+            if each.graph is None:
+                each.num_eager, each.why_eager = 0, SET_UP_AGAIN
 
     # ----- capture and replay
 
@@ -394,6 +400,8 @@ class IterationGraphs:
             watched.put_back()
             before.put_back()
             gradients.forget()
+            if self._leaf_streams.give_up_backward(module for _, module in modules):
+                self._warm_up_again()
             if not isinstance(error, CaptureError) or not is_wrapped(modules, self._session.device):
                 raise
             raise told_of_wrapper(error, self._leaf_streams.problem) from error
@@ -420,7 +428,7 @@ class IterationGraphs:
             return flatten(result)
 
         while True:
-            iteration.gradients.ready(leaves, where)
+            iteration.gradients.ready(leaves, where, is_alone=not self._session.has_recordings)
             try:
                 untimed = torch_private.no_data_parallel_timings(self._all_modules(step))
                 with step.optimizers.captured(where), untimed:

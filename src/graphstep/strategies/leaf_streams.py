@@ -50,6 +50,19 @@ class LeafStreams:
         default = torch.cuda.default_stream(device).cuda_stream
         return result, self.set_right([leaves[number] for number, stream in found.items() if stream == default])
 
+    def give_up_backward(self, modules: Iterable[nn.Module]) -> bool:
+        """After a capture that has failed, maybe in the middle of a backward: have wrappers not wait for its rest.
+
+        Returns:
+            Whether one was set up again for it.
+        """
+        is_anew = False
+        with self._session.engine.capture_stream():
+            for module in modules:
+                if isinstance(module, DistributedDataParallel):
+                    is_anew |= data_parallel.give_up_backward(module)
+        return is_anew
+
     def set_right(self, leaves: Iterable[Tensor]) -> bool:
         """Give these leaves nodes of the capture stream. Returns whether a wrapper was set up again for it."""
         stale = {id(leaf): leaf for leaf in leaves}

@@ -15,6 +15,7 @@ from graphstep.config.switches import CapturePolicy
 from graphstep.strategies.iteration_graphs import IterationGraphs
 from graphstep.strategies.iteration_state import Step
 from graphstep.strategies.optimizers_inside import OptimizersInside
+from graphstep.strategies.step_options import checked
 from graphstep.strategies.step_reads import StepReads
 
 STAGE = "optimizer"
@@ -36,6 +37,9 @@ class OptimizerGraph:
             gradients, give it theirs (``manager.session``).
         cuda_graph_warmup_steps: eager steps before the capture, >= 1: the first one makes the state.
         policy: what becomes of a step that cannot be captured, see :class:`CapturePolicy`.
+
+    Raises:
+        ConfigError: a number or policy that there is not.
     """
 
     launches_graphs: Final = True
@@ -48,8 +52,9 @@ class OptimizerGraph:
         update: Callable[[], Any] | None = None,
         session: GraphSession | None = None,
         cuda_graph_warmup_steps: int = 3,
-        policy: CapturePolicy = CapturePolicy.required,
+        policy: CapturePolicy | str = CapturePolicy.required,
     ) -> None:
+        policy, _ = checked("OptimizerGraph", warmup_steps=cuda_graph_warmup_steps, policy=policy)
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         self.session = session if session is not None else GraphSession(_device_of(parameters))
         self._is_own = session is None
@@ -61,7 +66,7 @@ class OptimizerGraph:
             function=lambda _: run(),
             modules=(),
             optimizers=self._optimizers,
-            reads=lambda _: _read_by(run),
+            reads=lambda _: _read_by(run, optimizer),
         )
         self._graphs = IterationGraphs(
             self.session, warmup_steps=max(1, cuda_graph_warmup_steps), max_graphs=4, policy=policy
@@ -107,9 +112,10 @@ class _StepOf:
         self._optimizer.step()
 
 
-def _read_by(run: Callable[[], Any]) -> list[Place]:
+def _read_by(run: Callable[[], Any], optimizer: Optimizer) -> list[Place]:
     found = StepReads()
     found.add_function(run)
+    found.add_optimizers([optimizer])
     return found.places
 
 

@@ -42,6 +42,8 @@ class OptimizersInside:
         self._states: list[dict[Any, Any]] = []
         self._held: list[Any] = []
         self._ways: list[Any] = []
+        self._left: list[Tensor | None] = []
+        """Gradients of frozen parameters, that no other gets their identity."""
         self._scheduled: list[dict[str, Any]] = []
         """Groups whose rate a run has set."""
         self._decays = DecaysInside(self._optimizers, device)
@@ -97,7 +99,9 @@ class OptimizersInside:
             group["capturable"] = True
         try:
             with self.on_device(), others_refused(known, where):
+                before = [_fixed_in(optimizer) for optimizer in self._optimizers]
                 yield
+                self._refuse_changes(before, where)
             self._refuse_schedulers(where)
         finally:
             for group, flag in flags:
@@ -109,6 +113,7 @@ class OptimizersInside:
         made._decays = self._decays.noted()
         made._numbers = [_numbers_of(group) for group in self._groups()]
         made._members, made._ways = self._all_members(), self._all_ways()
+        made._left = [parameter.grad for parameter in self.parameters() if not parameter.requires_grad]
         made._states = [state for optimizer in self._optimizers for state in optimizer.state.values()]
         made._held = list(chain.from_iterable(map(dict.values, made._states)))
         return made
@@ -158,6 +163,30 @@ class OptimizersInside:
                 fix="call scheduler.step() after the captured step, and not in it",
             )
 
+    def _refuse_changes(self, before: list[dict[str, Any]], where: str) -> None:
+        """Refuse what a step has put in place of what was there; a replay would go on from what the capture has read.
+
+        Args:
+            before: what was fixed in each optimizer.
+            where: for errors.
+
+        Raises:
+            CaptureError: names it.
+        """
+        found = []
+        for optimizer, was in zip(self._optimizers, before, strict=True):
+            now = _fixed_in(optimizer)
+            other = [name for name in dict.fromkeys([*was, *now]) if not _is_equal(was.get(name), now.get(name))]
+            found += [f"{type(optimizer).__name__}.{name}" for name in other]
+        if found:
+            more = f" and {len(found) - _MOST_NAMED} more" if len(found) > _MOST_NAMED else ""
+            raise CaptureError(
+                f"each step replaces {', '.join(found[:_MOST_NAMED])}{more}; a replay runs no Python, and would go on "
+                "from what was there in the capture",
+                where=where,
+                fix="keep tensors there and write into them (add_, copy_), or step after the captured function",
+            )
+
     def _groups(self) -> Iterator[dict[str, Any]]:
         for optimizer in self._optimizers:
             yield from optimizer.param_groups
@@ -172,7 +201,9 @@ class OptimizersInside:
             hooks = (*optimizer._optimizer_step_pre_hooks, *optimizer._optimizer_step_post_hooks)
             found += [id(optimizer.__dict__.get("step")), hooks]
         for parameter in self.parameters():
-            found += [parameter.requires_grad, tuple(parameter._backward_hooks or ())]
+            # What is left in .grad of a frozen one is used as it is, and nothing else watches it.
+            left = None if parameter.requires_grad else parameter.grad
+            found += [parameter.requires_grad, tuple(parameter._backward_hooks or ()), id(left)]
         return found
 
     def _keyed(self) -> Iterator[tuple[tuple[int, int], dict[str, Any]]]:
@@ -220,7 +251,26 @@ def _numbers_of(group: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def _fixed_in(optimizer: Optimizer) -> dict[str, Any]:
+    """What a step may write into and not replace, by where it is: entries of groups, and of the state."""
+    found: dict[str, Any] = {}
+    for index, group in enumerate(optimizer.param_groups):
+        names = group.keys() - _NOT_FIXED - {"lr"}
+        found.update((f"param_groups[{index}][{name!r}]", group[name]) for name in sorted(names, key=str))
+    for index, state in enumerate(optimizer.state.values()):
+        entries = state.items() if isinstance(state, dict) else [("", state)]
+        found.update((f"state[{index}][{name!r}]", value) for name, value in entries)
+    return found
+
+
+def _is_equal(mine: Any, theirs: Any) -> bool:
+    """By identity, and plain values also by equality."""
+    is_plain = isinstance(mine, bool | int | float | str | tuple) and type(mine) is type(theirs)
+    return mine is theirs or (is_plain and bool(mine == theirs))
+
+
 _DECAY = "weight_decay"
+_MOST_NAMED = 5
 _NOT_FIXED = frozenset({"params", "initial_lr", "capturable"})
 
 

@@ -22,6 +22,8 @@ _NOT_FOLLOWED: Final = OF_LIBRARIES | {"graphstep"}
 _CONTAINERS: Final = (list, dict, set, deque)
 _FILLS: Final = frozenset({"append", "appendleft", "extend", "add"})
 _MOST_FUNCTIONS: Final = 500
+_MOST_ENTRIES: Final = 1000
+_DEPTH: Final = 3
 _LOADS: Final = {
     "LOAD_FAST": "local",
     "LOAD_FAST_CHECK": "local",
@@ -38,6 +40,17 @@ _NO_MATTER: Final = frozenset({"CACHE", "EXTENDED_ARG", "PUSH_NULL", "COPY", "SW
 _READS_THE_RATE: Final = frozenset({"get_last_lr", "_last_lr", "last_epoch", "get_lr"})
 """Attributes of a scheduler that change as it steps."""
 
+_OF_OPTIMIZERS: Final = frozenset(
+    {
+        *("defaults", "state", "param_groups", "step", "grad_scale", "found_inf"),
+        *("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"),
+        *("_optimizer_state_dict_pre_hooks", "_optimizer_state_dict_post_hooks"),
+        *("_optimizer_load_state_dict_pre_hooks", "_optimizer_load_state_dict_post_hooks"),
+        *("_warned_capturable_if_run_uncaptured", "_need_device_dtype_check_for_fused", "_opt_called", "_step_count"),
+    }
+)
+"""Attributes of an optimizer that torch, its schedulers and scalers set, and that are watched elsewhere if at all."""
+
 _LAUNCHES: Final = frozenset({"step", "forward_backward", "__call__"})
 """Attributes of what launches graphs of its own."""
 
@@ -49,22 +62,35 @@ class StepReads:
     """Where a function of the user's finds what is no argument of it, as far as its code tells.
 
     Its code is followed into the functions and methods it calls that are the user's own. Of an object of which the code
-    reads single attributes, these count; of one that is passed on or called, all that lies in it. Optimizers and
-    schedulers are watched elsewhere. What code does not name is not found: variables of libraries, and names that are
-    made at run time.
+    reads single attributes, these count; of one that is passed on or called, all that lies in it. Where a function
+    takes an attribute of what it is given, that may be any object that is passed on. Optimizers and schedulers are
+    watched elsewhere. What code does not name is not found: variables of libraries, and names made at run time.
     """
 
     def __init__(self) -> None:
         self._places: dict[tuple[int, str], Place] = {}
         self._paths: set[str] = set()
         self._followed: set[tuple[int, int]] = set()
-        self.modules: dict[int, nn.Module] = {}
-        """Those that are passed on or called, by identity."""
+        self._modules: dict[int, nn.Module] = {}
+        self._kinds: dict[type[nn.Module], None] = {}
+        """Of modules that run, and of all in them."""
+        self._passed: dict[int, tuple[str, Any]] = {}
+        """Path and object of what is passed on, by identity."""
+        self._asked: dict[tuple[str, ...], None] = {}
+        """Attributes that code takes from what it is given."""
+        self._answered: set[tuple[int, tuple[str, ...]]] = set()
 
     @property
     def places(self) -> list[Place]:
         """All that was found."""
+        self._answer()
         return list(self._places.values())
+
+    @property
+    def modules(self) -> dict[int, nn.Module]:
+        """Those that are passed on or called, by identity."""
+        self._answer()
+        return self._modules
 
     def add_function(self, function: Callable[..., Any]) -> None:
         """Find what a function reads."""
@@ -80,7 +106,19 @@ class StepReads:
         """Variables that the forward of modules and of all in them reads; their attributes are watched elsewhere."""
         for root in modules:
             for module in root.modules():
+                self._kinds[type(module)] = None
                 self._follow(module.__dict__.get("forward", type(module).forward))
+
+    def add_optimizers(self, optimizers: Iterable[Optimizer]) -> None:
+        """What optimizers of the user's own keep besides groups and state, and what the code of their step reads."""
+        for optimizer in optimizers:
+            kind = type(optimizer)
+            if _is_of_library(kind):
+                continue
+            for name, value in vars(optimizer).items():
+                if name not in _OF_OPTIMIZERS:
+                    self._use(f"{kind.__name__}.{name}", vars(optimizer), name, value)
+            self._follow(inspect.unwrap(kind.step), optimizer, kind.__name__)
 
     # ----- functions
 
@@ -143,10 +181,14 @@ class StepReads:
                     self._walk(name, variables, name, attributes)
             elif kind == "super" and name in outer:
                 self._follow_class(*outer[name], attributes[0])
+            elif kind == "given":
+                self._asked[attributes] = None
             elif name in (local if kind == "local" else outer):
                 self._walk_object(*outer[name], attributes)
             elif kind == "free" and name in cells and _content(cells[name]) is not GONE:
                 self._walk(name, cells[name], "cell_contents", attributes)
+            elif attributes:
+                self._asked[attributes] = None
         for inner in code.co_consts:
             if isinstance(inner, CodeType):
                 self._scan(inner, variables, cells, {}, outer)
@@ -183,9 +225,10 @@ class StepReads:
         name, rest = attributes[0], attributes[1:]
         if isinstance(value, LRScheduler) and name in _READS_THE_RATE:
             self._note(f"{path}.last_epoch", vars(value), "last_epoch", is_whole=False)
-        if isinstance(value, Optimizer | LRScheduler) or (
-            not isinstance(value, nn.Module | type) and _is_of_library(type(value))
-        ):
+        if not isinstance(value, nn.Module | type) and _is_of_library(type(value)):
+            return
+        if isinstance(value, Optimizer | LRScheduler):
+            self._follow_class(path, value, name)
             return
         for owner in _dicts_of(value):
             if name in owner:
@@ -213,17 +256,51 @@ class StepReads:
             elif isinstance(each, FunctionType):
                 self._follow(each, bound, path)
 
+    def _answer(self) -> None:
+        """Take the attributes that code takes from what it is given from all that it may be."""
+        while True:
+            before = len(self._answered)
+            for attributes in list(self._asked):
+                for kind in list(self._kinds):
+                    if self._is_new(kind, attributes):
+                        self._follow_class(kind.__name__, kind, attributes[0])
+                for path, value in list(self._passed.values()):
+                    if self._is_new(value, attributes) and _has_code(value, attributes):
+                        self._walk_object(path, value, attributes)
+            if len(self._answered) == before:
+                return
+
+    def _is_new(self, value: Any, attributes: tuple[str, ...]) -> bool:
+        key = id(value), attributes
+        is_new = key not in self._answered
+        self._answered.add(key)
+        return is_new
+
+    def _pass(self, path: str, value: Any, depth: int = _DEPTH) -> None:
+        """What may be given to any function: an object, or those in a container."""
+        if isinstance(value, (*_CONTAINERS, tuple)):
+            if depth and len(value) <= _MOST_ENTRIES:
+                for each in value.values() if isinstance(value, dict) else value:
+                    self._pass(path, each, depth - 1)
+        elif isinstance(value, FunctionType | MethodType):
+            self._follow(value)
+        elif not (_is_plain(value) or _is_of_library(type(value)) or _is_ours(value)) and not isinstance(
+            value, ModuleType | nn.Module | Optimizer | LRScheduler
+        ):
+            self._passed.setdefault(id(value), (path, value))
+
     def _use(self, path: str, owner: Any, key: str, value: Any, *, is_read: bool = True) -> None:
         """A value that the code uses as a whole."""
         if value is GONE or isinstance(value, ModuleType):
             return
         value = getattr(value, "_orig_mod", value)  # what torch.compile has wrapped
         if isinstance(value, nn.Module):
-            self.modules[id(value)] = value
+            self._modules[id(value)] = value
             self.add_modules([value])
         is_function = isinstance(value, FunctionType | MethodType | functools.partial | type)
         is_whole = not is_function and not _is_ours(value) and not isinstance(value, Optimizer | LRScheduler)
         self._note(path, owner, key, is_whole=is_whole, is_read=is_read)
+        self._pass(path, value)
         if callable(value):
             self._follow(value, path="" if isinstance(value, MethodType) else path)
 
@@ -249,6 +326,8 @@ def _chains(code: CodeType) -> Iterator[Chain]:
         name = instruction.opname
         if name in _NO_MATTER:
             continue
+        if current is None and name in _ATTRIBUTES and name != "STORE_ATTR":
+            current = "given", ""
         if current is not None and name == "LOAD_SUPER_ATTR":
             yield "super", current[1], (str(instruction.argval),)
             current, attributes = None, []
@@ -270,6 +349,15 @@ def _chains(code: CodeType) -> Iterator[Chain]:
         elif name.startswith("LOAD_FAST") and isinstance(instruction.argval, tuple):  # two at once
             yield "local", str(instruction.argval[0]), ()
             current = "local", str(instruction.argval[1])
+
+
+def _has_code(value: Any, attributes: tuple[str, ...]) -> bool:
+    """False where the first of these attributes is no more than a value of the object, which counts anyhow."""
+    own = getattr(value, "__dict__", None)
+    if isinstance(own, dict) and attributes[0] in own:
+        return len(attributes) > 1 or callable(own[attributes[0]])
+    kind = value if isinstance(value, type) else type(value)
+    return inspect.getattr_static(kind, attributes[0], GONE) is not GONE
 
 
 def _dicts_of(value: Any) -> Iterator[dict[str, Any]]:

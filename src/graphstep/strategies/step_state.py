@@ -39,8 +39,7 @@ class StepState:
         self._flags = [(module, module.training) for module in modules]
         self._kept: dict[int, tuple[Any, Any]] = {}
         for optimizer in optimizers:
-            self._keep(optimizer.state, _DEPTH)
-            self._keep(optimizer.param_groups, _DEPTH)
+            self._keep(vars(optimizer), _DEPTH + 1)
         for value in (place.value() for place in places):
             if isinstance(value, LRScheduler | torch.amp.GradScaler):
                 self._keep(vars(value), _DEPTH)

@@ -40,7 +40,14 @@ from graphstep.training.proof import RunProof
 from graphstep.training.result import TrainResult
 from graphstep.training.router_counters import RouterCounters
 from graphstep.training.schedules import learning_rate
-from graphstep.training.setup import architecture, build_model, pointer_notice, preflight_with_data, with_vocabulary
+from graphstep.training.setup import (
+    architecture,
+    build_model,
+    idle_options_notice,
+    pointer_notice,
+    preflight_with_data,
+    with_vocabulary,
+)
 from graphstep.training.step import forward_backward_no_pipelining
 from graphstep.training.tensors import model_tensors
 from graphstep.training.timing import peak_memory_bytes, restart_peak_memory
@@ -104,7 +111,8 @@ class Trainer:
         if self.start_checkpoint is not None:
             self._resume(self.start_checkpoint)
         pointer = pointer_notice(training, self.iteration)
-        self.notices = (*self.datasets.notices, *([pointer] if pointer else []))
+        idle = idle_options_notice(training, self.device)
+        self.notices = (*self.datasets.notices, *(each for each in (pointer, idle) if each is not None))
         self._health: HealthRecord | None = None
         if training.deferred_nan_check:
             names = [slot.name for slot in self.gradients.slots]

@@ -123,6 +123,13 @@ def pointer_notice(config: TrainingConfig, iteration: int) -> str | None:
     )
 
 
+def idle_options_notice(config: TrainingConfig, device: torch.device) -> str | None:
+    """Return which options do nothing on a device, or None."""
+    given = {"--compile": config.compile, "--parallel-weight-gradients": config.parallel_weight_gradients}
+    idle = [option for option, is_given in given.items() if is_given and device.type != "cuda"]
+    return f"{' and '.join(idle)} need a GPU and change nothing on this device" if idle else None
+
+
 def finished_notice(config: TrainingConfig, iteration: int) -> Notice | None:
     """Return what to know about a checkpoint that has all the steps asked for, so that nothing is trained, or None.
 
