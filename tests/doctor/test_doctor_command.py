@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -91,11 +93,17 @@ def test_sarif_points_into_the_file(capsys: pytest.CaptureFixture[str], monkeypa
     assert "expect" in ITEM.read_text().splitlines()[place["region"]["startLine"] - 1]
 
 
-def test_sarif_of_a_variable_has_no_place(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sarif_of_a_variable_is_at_the_head_of_the_target(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Code hosts refuse a file in which a result has no place."""
+    monkeypatch.chdir(ROOT)
     monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "1")
     (result,) = sarif_of([f"{MLP}:step"], capsys)["runs"][0]["results"]
     assert result["ruleId"] == "GS-E002"
-    assert "locations" not in result
+    place = result["locations"][0]["physicalLocation"]
+    assert place["artifactLocation"]["uri"] == MLP.relative_to(ROOT).as_posix()
+    assert place["region"] == {"startLine": 1}
     assert "CUDA_LAUNCH_BLOCKING=1" in result["message"]["text"]
 
 
@@ -129,8 +137,13 @@ def test_codes_print_the_page(capsys: pytest.CaptureFixture[str]) -> None:
         ([f"{MLP}:step", f"{ITEM}:step"], "there are two targets"),
         ([f"{MLP}:step", "--", "--num-layers", "2"], "there is a target, and there are options"),
         ([f"{MLP}:step", "--json", "--sarif", "-"], "both --json and --sarif print"),
+        ([f"{MLP}:step", "--sarif", "/nowhere/found.sarif"], "there is no folder /nowhere"),
+        ([f"{MLP}:step", "--sarif", str(ROOT)], "is a folder"),
         (["--", "--num-layer", "2"], "--num-layer"),
         (["json:dumps"], "takes arguments, and json has no batches"),
+        ([str(ROOT)], "has no config.json"),
+        ([f"{MLP}:stepp"], "mlp.py has no stepp"),
+        (["torch.nn:Linear"], "is a class that is built with arguments"),
     ],
 )
 def test_bad_input_is_one_message(words: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -156,10 +169,61 @@ def test_failing_import_is_named_with_its_line(tmp_path: Path, capsys: pytest.Ca
     assert f"{path}:5" in shown
 
 
+def test_mistake_in_the_file_is_named_with_its_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = written(tmp_path, "def step(x)\n    return x\n")
+    assert main(["doctor", f"{path}:step"]) == 2
+    assert f"where: {path}:5" in capsys.readouterr().err
+
+
 def test_script_that_exits_is_told_about_the_guard(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = written(tmp_path, "raise SystemExit(0)\n")
     assert main(["doctor", f"{path}:step"]) == 2
     assert 'if __name__ == "__main__"' in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("def step(x):\n    raise SystemExit(0)\n", "raised SystemExit"),
+        ("def step(x):\n    yield layer(x)\n", "calling it runs none of it"),
+        ("async def step(x):\n    layer(x)\n", "calling it runs none of it"),
+        ("def step(x):\n    return None\n", "runs no operation of torch"),
+        ("batches = []\n\ndef step(x):\n    layer(x)\n", "there is no batch"),
+        ("batches = 3\n\ndef step(x):\n    layer(x)\n", "the batches are int 3"),
+        ("from .layers import norm\n", "name the file as a module of its package"),
+        (
+            "class Odd(Exception):\n    def __str__(self):\n        raise ValueError\n\ndef step(x):\n    raise Odd\n",
+            "raised Odd",
+        ),
+    ],
+)
+def test_step_that_shows_nothing_is_no_clean_one(
+    text: str, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = written(tmp_path, "batches = [torch.randn(8, 4)]\n\n" + text)
+    assert main(["doctor", f"{path}:step"]) == 2
+    shown = capsys.readouterr().err
+    assert says in shown
+    assert "Traceback" not in shown
+
+
+def test_script_reads_none_of_the_words_of_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = """
+import argparse
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--rate", type=float, default=0.5)
+rate = parser.parse_args().rate
+
+
+def step():
+    (layer.weight * rate).sum().backward()
+"""
+    path = written(tmp_path, text)
+    words = ["doctor", f"{path}:step"]
+    monkeypatch.setattr("sys.argv", ["graphstep", *words])
+    assert main(words) == 0
+    assert sys.argv == ["graphstep", *words]
 
 
 def test_step_that_wants_a_gpu_is_told_how_to_do_without(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -184,6 +248,25 @@ def test_options_of_train(capsys: pytest.CaptureFixture[str]) -> None:
     small = "--num-layers 2 --hidden-size 32 --num-attention-heads 2 --seq-length 16"
     assert main(["doctor", "--json", "--", *small.split()]) == 0
     assert json.loads(capsys.readouterr().out)["num_operations"] > 100
+
+
+def test_options_of_train_take_one_thread_and_no_compiler() -> None:
+    """On a busy machine threads that wait for each other make it many times slower; the compiler takes seconds."""
+    code = """
+import sys
+import torch
+from graphstep.doctor.examination import examine
+from graphstep.doctor.train_options import options_target
+
+torch.set_num_threads(2)
+target = options_target(["--num-layers=1", "--hidden-size=16", "--num-attention-heads=2"], {})
+step, seen = target.step, set()
+target.step = lambda tokens, labels: (seen.add(torch.get_num_threads()), step(tokens, labels))
+examine(target)
+print(seen, torch.get_num_threads(), "torch._dynamo" in sys.modules)
+"""
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert shown.split("\n")[-2] == "{1} 2 False"
 
 
 @pytest.mark.skipif("transformers" not in os.listdir(Path(pytest.__file__).parents[1]), reason="needs transformers")

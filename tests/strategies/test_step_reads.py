@@ -23,6 +23,18 @@ def by_the_global(value: Tensor) -> Tensor:
     return value * FACTOR
 
 
+def handed_on(method: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    @functools.wraps(method)
+    def around(*args: Any) -> Tensor:
+        return method(*args)
+
+    return around
+
+
+def with_own_factor(value: Tensor) -> Tensor:
+    return value * with_own_factor.factor  # type: ignore[attr-defined, no-any-return]
+
+
 class Loss:
     """An object that is called."""
 
@@ -161,6 +173,17 @@ class Trainer:
 
         return self.backward(scaled(self.output(values)))
 
+    @torch.enable_grad()
+    def under_a_decorator(self, values: Tensor) -> Tensor:
+        return self.attribute(values)
+
+    @handed_on
+    def under_an_own_decorator(self, values: Tensor) -> Tensor:
+        return self.attribute(values)
+
+    def attribute_of_a_function(self, values: Tensor) -> Tensor:
+        return self.backward(with_own_factor(self.output(values).square().mean()))
+
     def tensor(self, values: Tensor) -> Tensor:
         return self.backward((self.output(values) - self.target).square().mean())
 
@@ -194,6 +217,10 @@ def set_global(value: float, name: str = "FACTOR") -> None:
     globals()[name] = value
 
 
+def set_own_factor(value: float) -> None:
+    with_own_factor.factor = value  # type: ignore[attr-defined]
+
+
 def replace_target(trainer: Trainer) -> None:
     trainer.target = torch.ones_like(trainer.target)
 
@@ -212,12 +239,16 @@ CHANGES: dict[str, Callable[[Trainer], Any]] = {
     "class_of_what_a_function_is_given": lambda t: setattr(Loss, "shared", 3.0),
     "functions_in_containers": lambda t: set_global(3.0, "OTHER"),
     "inside_a_function": lambda t: setattr(t, "factor", 3.0),
+    "under_a_decorator": lambda t: setattr(t, "factor", 3.0),
+    "under_an_own_decorator": lambda t: setattr(t, "factor", 3.0),
+    "attribute_of_a_function": lambda t: set_own_factor(3.0),
     "tensor": replace_target,
 }
 
 
 def run(device: torch.device, name: str, is_graphed: bool, change: Callable[[Trainer], Any]) -> tuple[Tensor, Any]:
     set_global(1.0)
+    set_own_factor(1.0)
     set_global(1.0, "OTHER")
     Loss.shared = 1.0
     trainer = Trainer(device)

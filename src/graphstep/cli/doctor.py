@@ -6,7 +6,7 @@ import contextlib
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -81,7 +81,7 @@ def run(argv: Sequence[str]) -> int:
     from graphstep.doctor.load_target import load_target
 
     # What the target prints must not stand in what programs read.
-    with contextlib.redirect_stdout(sys.stderr):
+    with contextlib.redirect_stdout(sys.stderr), _own_words_hidden(options.target or "graphstep doctor"):
         if options.train is not None:
             from graphstep.doctor.train_options import options_target
 
@@ -106,6 +106,17 @@ def run(argv: Sequence[str]) -> int:
 
         print_diagnosis(diagnosis, Console())
     return diagnosis.exit_code(None if options.fail_on == "never" else Severity(options.fail_on))
+
+
+@contextlib.contextmanager
+def _own_words_hidden(target: str) -> Iterator[None]:
+    """A script that reads its command line sees none, as if it had been started by itself."""
+    kept = sys.argv
+    sys.argv = [target.partition(".py:")[0] + ".py" if ".py:" in target else target]
+    try:
+        yield
+    finally:
+        sys.argv = kept
 
 
 def read_doctor_options(argv: Sequence[str]) -> DoctorOptions:
@@ -161,5 +172,14 @@ def _set(options: DoctorOptions, name: str, text: str) -> list[Problem]:
         return [Problem("unknown-choice", f"{name}: expected one of {', '.join(_LEVELS)}, got {text!r}", name, fix)]
     if not text:
         return [Problem("malformed-value", f"{name}: a value is missing", name, f"write {name} and what it is")]
-    setattr(options, name.removeprefix("--"), text)
-    return []
+    what = _unwritable(text) if name == "--sarif" and text != "-" else ""
+    if not what:
+        setattr(options, name.removeprefix("--"), text)
+    return [Problem("doctor-output", what, name, "name a file in a folder that there is")] if what else []
+
+
+def _unwritable(name: str) -> str:
+    path = Path(name)
+    if path.is_dir():
+        return f"{path} is a folder"
+    return "" if path.parent.is_dir() else f"there is no folder {path.parent}"

@@ -17,6 +17,8 @@ class Diagnosis:
 
     target: str
     """Its name."""
+    file: str = ""
+    """Where it is defined."""
     findings: tuple[Finding, ...]
     num_runs: int
     """How often the step ran under observation."""

@@ -73,6 +73,10 @@ def _set_at(name: str, sources: Sources, files: Sequence[str]) -> SourceLine | N
             is_call = isinstance(node, ast.Call) and dotted(node.func) in ("os.environ.setdefault", "os.putenv")
             if isinstance(node, ast.Call) and is_call and node.args and is_constant(node.args[0], name):
                 return SourceLine(file, node.lineno)
+            if isinstance(node, ast.Dict):  # os.environ.update({...}), or a table that goes there
+                for key in node.keys:
+                    if key is not None and is_constant(key, name):
+                        return SourceLine(file, key.lineno)
     return None
 
 

@@ -6,7 +6,7 @@ import itertools
 import os
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -29,14 +29,14 @@ from graphstep.doctor.settle import settle
 from graphstep.doctor.source import Sources
 from graphstep.doctor.stand_in import cuda_stood_in
 from graphstep.doctor.static_look import StaticLook
-from graphstep.doctor.target import Target, call_of, target_of
+from graphstep.doctor.target import Target, call_of, needs_arguments, target_of
 from graphstep.doctor.watch_calls import CallWatch
 from graphstep.doctor.watch_functions import FunctionWatch
 from graphstep.doctor.watch_modules import ModuleWatch
 from graphstep.doctor.watch_operations import OperationWatch
 from graphstep.engine import torch_private
 from graphstep.engine.host_reads import answers_as_capturing
-from graphstep.errors import CaptureError, ConfigError, Problem
+from graphstep.errors import CaptureError, ConfigError, Problem, UserInputError
 from graphstep.strategies.iteration_refusals import with_children
 from graphstep.strategies.optimizers_inside import OptimizersInside
 from graphstep.strategies.step_parts import StepParts
@@ -95,17 +95,25 @@ class _Examination:
 
     def result(self, num_runs: int) -> Diagnosis:
         begin = time.perf_counter()
-        with cuda_stood_in(self._notes.add):
+        # A step that was made here is small and names no device.
+        with _one_thread() if self._target.has_libraries else cuda_stood_in(self._notes.add):
             batches = self._batches(num_runs + 1)
             self._read_code()
+            has_run = False
             for number, batch in enumerate(batches):
                 self._run(batch, number)
                 self._read_code()
+                has_run = has_run or self._operations.num_operations > 0
         self._finder.finish()
         self._look_around(batches)
         settle(self._findings)
+        if not has_run and not self._findings.sorted():
+            what = f"{self._target.name} runs no operation of torch: there is nothing to look at"
+            fix = "name the function that makes one step"
+            raise UserInputError(Problem("target-empty", what, str(self._target.where), fix))
         return Diagnosis(
             target=self._target.name,
+            file=self._target.where.file,
             findings=self._findings.sorted(),
             num_runs=num_runs,
             num_operations=self._operations.num_operations,
@@ -117,14 +125,32 @@ class _Examination:
 
     def _batches(self, number: int) -> list[Any]:
         """Batches for so many calls; ``None`` for calls without arguments."""
-        given = self._target.batches
+        given: Any = self._target.batches
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # Of pinned memory on a machine without a GPU.
                 found = list(itertools.islice(iter(given), number))
-        except Exception as error:
+        except (Exception, SystemExit) as error:
+            if not isinstance(given, Iterable):
+                what = f"the batches are {type(given).__name__} {given!r:.40}, and no list of batches"
+                raise self._no_batches(what) from error
             raise failed(error, str(self._target.where), "taking batches") from error
+        if not found and needs_arguments(self._target.step):
+            raise self._no_batches(f"{self._target.name} takes arguments, and there is no batch")
         return list(itertools.islice(itertools.cycle(found), number)) if found else [None] * number
+
+    def _no_batches(self, what: str) -> UserInputError:
+        fix = "give a list, one entry for each call"
+        return UserInputError(Problem("target-batches", what, str(self._target.where), fix))
+
+    def _refuse_unrun(self, result: Any) -> None:
+        """Refuse what has only been made by the call: nothing has run that could be looked at."""
+        if isinstance(result, Generator | Coroutine | AsyncGenerator):
+            if isinstance(result, Generator | Coroutine):
+                result.close()
+            what = f"{self._target.name} returns a {type(result).__name__}: calling it runs none of it"
+            fix = "name a plain function that makes one step"
+            raise UserInputError(Problem("target-generator", what, str(self._target.where), fix))
 
     def _read_code(self) -> None:
         """Find modules, variables and attributes that the code of the target reads."""
@@ -158,9 +184,10 @@ class _Examination:
         args, kwargs = ((), {}) if batch is None else call_of(self._target.step, batch)
         try:
             with self._watched(number):
-                call_observed(self._target.step, args, kwargs)
-        except Exception as error:
+                result = call_observed(self._target.step, args, kwargs)
+        except (Exception, SystemExit) as error:
             raise failed(error, str(self._target.where), f"run {number + 1} of {self._target.name}") from error
+        self._refuse_unrun(result)
         notes.is_listening = True
         if number > 0:
             self._finder.watch(before.changes(self._operations.used))
@@ -222,6 +249,17 @@ class _Examination:
             for line in self._calls.taken or [self._target.where]:
                 spot = Spot(line, True, True, "", frozenset(), frozenset(), False)
                 self._notes.add("GS-D004", f"next({iterators[0]})", spot=spot, part="data")
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Threads would wait for each other longer than they compute, the more so on a busy machine."""
+    number = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(number)
 
 
 def _hooks_of(module: nn.Module) -> Iterator[Any]:

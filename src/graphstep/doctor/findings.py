@@ -106,6 +106,7 @@ class FindingList:
     """Collects findings, each once for a code and a line."""
 
     _found: dict[tuple[str, str, int], Finding] = field(default_factory=dict)
+    _in_backward: set[str] = field(default_factory=set)
 
     def add(
         self,
@@ -121,6 +122,8 @@ class FindingList:
     ) -> None:
         """Note one; the first of a code and line is the one that is kept."""
         key = (kind.code, where.file, where.line)
+        if part == "backward":
+            self._in_backward.add(kind.code)
         known = self._found.get(key)
         if known is not None:
             self._found[key] = replace(known, num_times=known.num_times + 1)
@@ -142,7 +145,7 @@ class FindingList:
 
     def has_in_backward(self, code: str) -> bool:
         """True if it is known at some line of a forward whose backward it is in."""
-        return any(finding.code == code and finding.part == "backward" for finding in self._found.values())
+        return code in self._in_backward
 
     def drop(self, code: str, where: SourceLine) -> None:
         """Forget one that another explains better."""

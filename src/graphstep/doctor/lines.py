@@ -29,7 +29,8 @@ OPTIMIZER: Final = "optim" + os.sep
 SCALER: Final = os.path.join("amp", "grad_scaler.py")
 CLIPPING: Final = os.path.join("nn", "utils", "clip_grad.py")
 CHECKPOINT: Final = os.path.join("utils", "checkpoint.py")
-_PARTS: Final = (OPTIMIZER, SCALER, CLIPPING, CHECKPOINT)
+LOADING: Final = os.path.join("utils", "data") + os.sep
+_PARTS: Final = (OPTIMIZER, SCALER, CLIPPING, CHECKPOINT, LOADING)
 """Parts of torch that explain an operation in them, by the beginning of their path."""
 
 
@@ -60,7 +61,9 @@ class Spot:
 
     @property
     def part(self) -> str:
-        """``forward``, ``backward`` or ``optimizer``."""
+        """``forward``, ``backward``, ``optimizer`` or ``data``."""
+        if LOADING in self.parts:
+            return "data"
         if self.around & {OPTIMIZER, SCALER, CLIPPING}:
             return "optimizer"
         return "backward" if self.is_in_backward else "forward"
@@ -110,6 +113,8 @@ class Ground:
             elif name.startswith(_TORCH):
                 below = name[len(_TORCH) :]
                 found = {part for part in _PARTS if below.startswith(part)}
+                if LOADING in found:  # The line that reads the loader counts, not those of its dataset.
+                    own, library, is_direct = None, None, None
                 around |= found
                 parts |= found if own is None else set()
                 if (

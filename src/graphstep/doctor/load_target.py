@@ -45,6 +45,8 @@ def load_target(word: str, *, batches: str = BATCHES) -> Target:
             return model_target(Path(word))
         where = Path(word)
         what = f"{word} names no function" if where.is_file() or where.suffix == ".py" else f"there is no {word}"
+        if where.is_dir():
+            what = f"{word} has no config.json"
         fix = f"write {word}:step, with the name of the function" if where.suffix == ".py" else _FIX
         raise UserInputError(Problem("target-form", what, "TARGET", fix))
     module = _import_file(Path(path)) if path.endswith(".py") else _import_module(path)
@@ -54,17 +56,19 @@ def load_target(word: str, *, batches: str = BATCHES) -> Target:
         given = getattr(module, batches, None)
         loader_name = batches
         if given is None and batches != BATCHES:
-            what = f"{module.__name__} has no {batches}"
-            raise UserInputError(Problem("target-batches", what, "--batches", suggestion(batches, vars(module), "")))
+            what = f"{path} has no {batches}"
+            fix = suggestion(batches, vars(module), "define it there: a list, one entry for each call")
+            raise UserInputError(Problem("target-batches", what, "--batches", fix))
     else:
         loader_name = ""
-    target = target_of(step, given if given is not None else (), word)
+    with _explained(word):
+        target = target_of(step, given if given is not None else (), word)
     if not isinstance(step, nn.Module | type) and not takes_arguments(step):
         target.batches = ()
     target.loader_name = loader_name
     is_module = isinstance(step, nn.Module) or (isinstance(step, type) and issubclass(step, nn.Module))
     if given is None and (is_module or needs_arguments(target.step)):
-        what = f"{word} takes arguments, and {module.__name__} has no {batches}"
+        what = f"{word} takes arguments, and {path} has no {batches}"
         fix = f"add a list {batches} to the file, one entry for each call, or name another variable with --batches"
         raise UserInputError(Problem("target-batches", what, "TARGET", fix))
     return target
@@ -72,15 +76,30 @@ def load_target(word: str, *, batches: str = BATCHES) -> Target:
 
 def failed(error: BaseException, where: str, doing: str) -> UserInputError:
     """What to say about an error of the user's own code."""
-    text = str(error).strip().splitlines()
+    text = _text_of(error).strip().splitlines()
     what = f"{doing} raised {type(error).__name__}{': ' + text[0] if text else ''}"
     entries = traceback.extract_tb(error.__traceback__)
     own = [e for e in entries if not any(part in e.filename for part in ("site-packages", "graphstep", "<frozen"))]
+    if isinstance(error, SyntaxError) and error.filename and error.lineno:
+        where = f"{error.filename}:{error.lineno}"
     place = f"{own[-1].filename}:{own[-1].lineno} in {own[-1].name}: {own[-1].line}" if own else where
     fix = "make it run by itself first: the doctor looks at steps that work"
-    if "CUDA" in str(error) or "NVIDIA" in str(error):
+    if isinstance(error, SystemExit):
+        fix = "let the step return; what ends the program belongs after it"
+    elif isinstance(error, ImportError) and "relative import" in _text_of(error):
+        fix = (
+            "name the file as a module of its package: package.module:function, from the folder that holds the package"
+        )
+    elif "CUDA" in _text_of(error) or "NVIDIA" in _text_of(error):
         fix = 'let the step run without a GPU too: device = "cuda" if torch.cuda.is_available() else "cpu"'
     return UserInputError(Problem("target-failed", what, place, fix))
+
+
+def _text_of(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception:  # Its own text fails, too.
+        return ""
 
 
 def _is_model(path: Path) -> bool:
@@ -118,7 +137,8 @@ def _attribute(module: ModuleType, name: str, word: str) -> Any:
     value: Any = module
     for part in name.split("."):
         if not hasattr(value, part):
-            what = f"{getattr(value, '__name__', type(value).__name__)} has no {part or 'empty name'}"
+            owner = word.rpartition(":")[0] if value is module else type(value).__name__
+            what = f"{owner} has no {part or 'empty name'}"
             names = [each for each, held in vars(module).items() if callable(held) and not each.startswith("_")]
             raise UserInputError(Problem("target-name", what, word, suggestion(part, names, "name a function of it")))
         value = getattr(value, part)

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from graphstep.capture.places import storage_of
 from graphstep.doctor.findings import FindingList, Severity, SourceLine
 from graphstep.doctor.kinds import KINDS
-from graphstep.doctor.lines import Ground, Spot
+from graphstep.doctor.lines import LOADING, Ground, Spot
 from graphstep.engine.tape_ops import tensors_in
 
 _NAN_CHECKS: Final = ("isnan", "isinf", "isfinite", "is_nan", "is_inf", "is_finite")
@@ -137,6 +137,9 @@ class Notes:
         if not self.is_listening:
             return None
         spot = spot or self.spot()
+        if LOADING in spot.parts:  # Whatever a loader does, it should not be read there.
+            code, operation, detail, fix, part, severity = "GS-D004", "a loader is read", "", "", "data", None
+            only_direct = False
         if (only_direct and not spot.is_direct) or (only_own and (not spot.is_own or self.ground.has_libraries)):
             return None
         if spot.is_in_backward and spot.part == "backward":

@@ -94,16 +94,20 @@ class PythonState:
 
     def _attributes_set(self, used: set[int]) -> Iterator[Change]:
         before, now = self._attributes.noted, self._attributes.again().noted
-        owners = {path: (owner, key) for path, owner, key, _ in (*before.entries, *before.slots)}
+        readers = {path: _reader(owner, key) for path, owner, key, _ in (*before.entries, *before.slots)}
         for path, owner, elements in before.sequences:
             if isinstance(owner, list):
-                owners.update((f"{path}[{index}]", (owner, index)) for index in range(len(elements)))
+                readers.update((f"{path}[{index}]", _reader(owner, index)) for index in range(len(elements)))
+        for path, value in before.values.items():  # Of a tuple in a tuple the outer one comes first.
+            if isinstance(value, tuple) and path in readers:  # It is replaced as a whole.
+                read = readers[path]
+                readers.update((f"{path}[{index}]", _reader_of_entry(read, index)) for index in range(len(value)))
         for path, value in before.values.items():
             after = now.values.get(path, GONE)
-            if path in owners and isinstance(value, PLAIN) and isinstance(after, PLAIN) and value != after:
-                yield Change("GS-Y001", path, f"{path}: {value!r} before, {after!r} after", _reader(*owners[path]))
+            if path in readers and isinstance(value, PLAIN) and isinstance(after, PLAIN) and value != after:
+                yield Change("GS-Y001", path, f"{path}: {value!r} before, {after!r} after", readers[path])
             elif isinstance(value, Tensor | None) and isinstance(after, Tensor) and after is not value:
-                yield from self._tensor_set(path, value, after, used, owners)
+                yield from self._tensor_set(path, value, after, used, readers)
         held = [(path, owner, len(elements)) for path, owner, elements in (*before.sequences, *before.dicts)]
         for path, owner, size in (*held, *before.large):
             if len(owner) != size:
@@ -111,15 +115,15 @@ class PythonState:
                 yield Change("GS-Y002", path, detail, _reader_of_size(owner))
 
     def _tensor_set(
-        self, path: str, value: Tensor | None, after: Tensor, used: set[int], owners: dict[str, tuple[Any, Any]]
+        self, path: str, value: Tensor | None, after: Tensor, used: set[int], readers: dict[str, Callable[[], Any]]
     ) -> Iterator[Change]:
-        if path not in owners or any(value is tensor for _, _, _, tensor, _ in self._tensors):
+        if path not in readers or any(value is tensor for _, _, _, tensor, _ in self._tensors):
             return
         storage = storage_of(value)
         if storage is not None and storage in used and storage != storage_of(after):
-            yield Change("GS-Y004", path, path, _reader(*owners[path]))
+            yield Change("GS-Y004", path, path, readers[path])
         elif after.requires_grad and after.grad_fn is not None:
-            yield Change("GS-Y003", path, path, _reader(*owners[path]))
+            yield Change("GS-Y003", path, path, readers[path])
 
 
 class LineFinder:
@@ -189,6 +193,14 @@ def _reader(owner: Any, key: Any) -> Callable[[], Any]:
     if isinstance(owner, list):
         return lambda: owner[key] if key < len(owner) else GONE
     return lambda: getattr(owner, key, GONE)
+
+
+def _reader_of_entry(read: Callable[[], Any], index: int) -> Callable[[], Any]:
+    def entry() -> Any:
+        held = read()
+        return held[index] if isinstance(held, tuple) and index < len(held) else GONE
+
+    return entry
 
 
 def _reader_of_tensor(owner: dict[str, Any], key: str) -> Callable[[], Any]:

@@ -39,7 +39,7 @@ def as_sarif(diagnosis: Diagnosis, folder: Path) -> dict[str, Any]:
                     }
                 },
                 "columnKind": "unicodeCodePoints",
-                "results": [_result(finding, codes, folder) for finding in diagnosis.findings],
+                "results": [_result(finding, codes, folder, diagnosis.file) for finding in diagnosis.findings],
             }
         ],
     }
@@ -57,7 +57,7 @@ def _rule(kind: Kind) -> dict[str, Any]:
     }
 
 
-def _result(finding: Finding, codes: list[str], folder: Path) -> dict[str, Any]:
+def _result(finding: Finding, codes: list[str], folder: Path, target: str) -> dict[str, Any]:
     detail = f" ({finding.detail})" if finding.detail else ""
     text = f"{finding.kind.title}: {finding.operation}{detail}. {finding.kind.why} Fix: {finding.fix}."
     result: dict[str, Any] = {
@@ -67,12 +67,14 @@ def _result(finding: Finding, codes: list[str], folder: Path) -> dict[str, Any]:
         "message": {"text": text},
         "properties": {"effect": str(finding.effect), "part": finding.part, "hasRun": finding.has_run},
     }
-    if finding.where.line:
+    # Code hosts refuse a result without a place: what has no line stands at the head of its file, or of the target's.
+    file = finding.where.file if finding.where.line or Path(finding.where.file).is_file() else target
+    if finding.where.line or Path(file).is_file():
         result["locations"] = [
             {
                 "physicalLocation": {
-                    "artifactLocation": {"uri": _uri(finding.where.file, folder)},
-                    "region": {"startLine": finding.where.line},
+                    "artifactLocation": {"uri": _uri(file, folder)},
+                    "region": {"startLine": finding.where.line or 1},
                 }
             }
         ]

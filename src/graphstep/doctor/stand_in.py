@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
 from typing import Any, Final
 
 import torch
@@ -108,6 +109,9 @@ def _replacements(note: Note) -> Mapping[str, Any]:
     def nothing(*_arguments: Any, **_named: Any) -> int:
         return 0
 
+    def inside(*_arguments: Any, **_named: Any) -> nullcontext[None]:
+        return nullcontext()
+
     def synchronize(_device: Any = None) -> None:
         note("GS-H010", "torch.cuda.synchronize")
 
@@ -122,7 +126,12 @@ def _replacements(note: Note) -> Mapping[str, Any]:
         "default_stream": stream,
         "synchronize": synchronize,
         "empty_cache": empty_cache,
+        "set_stream": nothing,
         "set_device": nothing,
+        "device": inside,
+        "is_current_stream_capturing": lambda: False,
+        "mem_get_info": lambda *_arguments: (0, 0),
+        "nvtx": SimpleNamespace(range_push=nothing, range_pop=nothing, mark=nothing, range=inside),
         "current_device": nothing,
         "memory_allocated": nothing,
         "max_memory_allocated": nothing,

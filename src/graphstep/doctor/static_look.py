@@ -57,6 +57,14 @@ _MADE_ANEW: Final = frozenset(
     {"np.random.default_rng", "numpy.random.default_rng", "np.random.RandomState", "random.Random", "os.urandom"}
 )
 """What no state tells of afterwards."""
+_LEGACY: Final = frozenset(
+    {"Tensor", "torch.Tensor"}
+    | {
+        f"torch.{kind}Tensor"
+        for kind in ("Float", "Double", "Half", "BFloat16", "Long", "Int", "Short", "Byte", "Bool")
+    }
+)
+"""Classes of tensors that are called. No hook of torch or of Python sees that."""
 _STREAMS: Final = frozenset({"torch.cuda.stream", "cuda.stream", "torch.cuda.StreamContext"})
 
 
@@ -78,6 +86,8 @@ class StaticLook:
                     self._with(node, function, file, name)
                 elif isinstance(node, ast.Call):
                     self._names_cpu(node, file, name)
+                    if dotted(node.func) in _LEGACY and node.args:
+                        self._legacy(node, file, name, has_run=(file, node.lineno) in executed)
                     if dotted(node.func) in _MADE_ANEW:
                         self._add("GS-R001", node, file, name, f"{dotted(node.func)}()")
 
@@ -103,6 +113,11 @@ class StaticLook:
                 if missing:
                     detail = f"{side}: {' and '.join(missing)}"
                     self._add("GS-C001", node, file, name, "torch.cuda.stream", detail=detail)
+
+    def _legacy(self, call: ast.Call, file: str, name: str, *, has_run: bool) -> None:
+        holds_values = isinstance(call.args[0], ast.List | ast.Tuple | ast.ListComp)
+        code = "GS-T001" if holds_values else "GS-T002"
+        self._add(code, call, file, name, f"{dotted(call.func)}()", has_run=has_run)
 
     def _names_cpu(self, call: ast.Call, file: str, name: str) -> None:
         is_move = isinstance(call.func, ast.Attribute) and call.func.attr == "to"

@@ -41,12 +41,16 @@ def target_of(step: Any, batches: Iterable[Any], name: str = "") -> Target:
         name: how to call it.
 
     Raises:
-        UserInputError: it cannot be called.
+        UserInputError: it cannot be called, or it is a class of modules that is built with arguments.
     """
-    step = inspect.unwrap(step) if not isinstance(step, nn.Module | type) else step
-    if isinstance(step, type) and issubclass(step, nn.Module):
-        step = step()
     name = name or getattr(step, "__qualname__", type(step).__name__)
+    if isinstance(step, type) and issubclass(step, nn.Module):
+        if needs_arguments(step):
+            what = f"{name} is a class that is built with arguments"
+            fix = "name an object of it, or a function without arguments that returns one"
+            raise UserInputError(Problem("target-class", what, name, fix))
+        step = step()
+    step = _without_graphs(step)
     if not callable(step):
         what = f"{name} is {_article(type(step).__name__)}, and cannot be called"
         raise UserInputError(Problem("target-not-callable", what, name, "name a function that makes one step"))
@@ -56,6 +60,16 @@ def target_of(step: Any, batches: Iterable[Any], name: str = "") -> Target:
             name=name, step=trained(step), batches=batches, where=_defined_at(forward, name), functions=[step.forward]
         )
     return Target(name=name, step=step, batches=batches, where=_defined_at(step, name), functions=[step])
+
+
+def _without_graphs(step: Any) -> Any:
+    """The plain function of a step that would launch graphs; other decorators belong to the step."""
+    plain, inner = step, step
+    while not isinstance(inner, nn.Module) and hasattr(inner, "__wrapped__"):
+        launches = getattr(type(inner), "launches_graphs", False)
+        inner = inner.__wrapped__
+        plain = inner if launches else plain
+    return plain
 
 
 def trained(module: nn.Module) -> Callable[..., None]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import datetime
 import gc
 import inspect
 import logging
@@ -28,6 +29,7 @@ OnLine = Callable[[SourceLine | None], None]
 _CLOCKS: Final = frozenset(
     {time.time, time.perf_counter, time.monotonic, time.process_time, time.time_ns, time.perf_counter_ns}
 )
+_TODAY: Final = frozenset({"now", "utcnow", "today"})
 _TORCH: Final = os.path.dirname(torch.__file__) + os.sep
 _WRAPPERS: Final = (
     _TORCH + "_dynamo" + os.sep,
@@ -125,6 +127,8 @@ class CallWatch:
                 self._note("GS-R003", "Generator.manual_seed", frame)
         elif is_own and _is_clock(function):
             self._note("GS-Y006", f"time.{function.__name__}", frame)
+        elif is_own and _is_calendar(function):
+            self._note("GS-Y006", f"datetime.{function.__name__}", frame)
 
     def _note(self, code: str, operation: str, frame: FrameType | None, **more: Any) -> None:
         """A call of the user's own, whatever torch has wrapped around the function."""
@@ -204,6 +208,11 @@ class CallWatch:
 
     def _owns(self, frame: FrameType) -> bool:
         return self._notes.ground.owns(frame.f_code.co_filename)
+
+
+def _is_calendar(function: Any) -> bool:
+    owner = getattr(function, "__self__", None)
+    return isinstance(owner, type) and issubclass(owner, datetime.date) and function.__name__ in _TODAY
 
 
 def _is_clock(function: Any) -> bool:

@@ -48,6 +48,8 @@ class OperationWatch(torch_private.DispatchMode):
         self._constants: dict[int, None] = {}
         self._rules = CaptureRules(Refusals(), self._created, self._constants)
         self._derived: dict[int, tuple[torch_private.WeakStorage, str]] = {}
+        self._refreshed: dict[int, torch_private.WeakStorage] = {}
+        """Tensors from outside that the step writes: they follow the weights by its own doing."""
         self._compared: set[int] = set()
         self._has_backward = False
         self.used: set[int] = set()
@@ -181,6 +183,7 @@ class OperationWatch(torch_private.DispatchMode):
             if key is None or key in given or key in self.used:
                 continue
             self._created[key] = None
+            self._refreshed.pop(key, None)
             self._hold(key, tensor)
             if is_derived:
                 source = next(trained[k][0] if k in trained else derived[k][1] for k in given)
@@ -191,7 +194,7 @@ class OperationWatch(torch_private.DispatchMode):
     def _stale(self, key: int, tensor: Tensor, traits: OperationTraits) -> None:
         """A tensor from before the run that was computed from a weight."""
         roles = self._notes.roles
-        if roles.has(key) or traits.name == "aten::detach":
+        if roles.has(key) or key in self._refreshed or traits.name == "aten::detach":
             return
         if key not in self._derived and key not in self._compared:
             self._compared.add(key)
@@ -231,6 +234,8 @@ class OperationWatch(torch_private.DispatchMode):
             key = self._key(tensor)
             if key is None or key in self._created:
                 continue
+            if not roles.has(key):
+                self._refreshed[key] = torch_private.WeakStorage(tensor)
             if key in roles.buffers:
                 self.written_buffers[roles.buffers[key]] = None
                 if torch_private.backward_pass() is not None and self._notes.is_listening:

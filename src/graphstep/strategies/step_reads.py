@@ -132,8 +132,8 @@ class StepReads:
         elif isinstance(function, FunctionType):
             if _is_users(function):
                 self._read(function, bound, path)
-            elif (inner := getattr(function, "__wrapped__", None)) is not None:
-                self._follow(inner)
+            if (inner := getattr(function, "__wrapped__", None)) is not None:  # A decorator hands on its arguments.
+                self._follow(inner, bound, path)
         elif (wrapped := getattr(function, "__wrapped__", None)) is not None and not _is_ours(function):
             self._follow(wrapped)  # functools.cache, for example
         elif not isinstance(function, type | nn.Module) and not _is_of_library(type(function)):
@@ -210,6 +210,8 @@ class StepReads:
             return
         if value is GONE or _is_plain(value) or isinstance(value, FunctionType | MethodType):
             self._use(path, owner, key, value)
+            if isinstance(value, FunctionType) and attributes[0] in vars(value) and attributes[0] != "__wrapped__":
+                self._walk(f"{path}.{attributes[0]}", vars(value), attributes[0], attributes[1:])
             return
         if getattr(type(value), "launches_graphs", False) and attributes[0] not in _LAUNCHES:
             return  # Its report is read, say.

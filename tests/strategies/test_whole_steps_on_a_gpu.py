@@ -1,0 +1,115 @@
+"""What only a GPU shows of whole steps: that nothing waits for it, and compiled kernels in a graph."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from tests.strategies.step_jobs import Job, Loop, plain_step
+from torch import Tensor, nn
+
+import graphstep
+from graphstep.strategies import FullCudaGraphWrapper
+
+pytestmark = pytest.mark.gpu
+CUDA = torch.device("cuda")
+
+
+@contextmanager
+def waits_refused() -> Iterator[None]:
+    """Within it, every wait of the host for the device that torch knows of is an error."""
+    torch.cuda.synchronize()
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+
+
+def test_a_hundred_steps_in_one_graph_never_wait() -> None:
+    job = Job(CUDA, True, plain_step)
+    batches = [job.batch() for _ in range(4)]
+    for batch in batches * 2:
+        job.step(batch)
+    replays = job.step.report().rows[0].num_replays
+    with waits_refused():
+        losses = [job.step(batches[number % 4]) for number in range(100)]
+    assert job.step.report().rows[0].num_replays == replays + 100
+    assert len({float(loss) for loss in losses}) > 90
+    job.close()
+
+
+def forward_backward(
+    *, data_iterator: Iterator[Any], model: nn.Module, num_microbatches: int, forward_only: bool
+) -> Tensor:
+    losses = []
+    for _ in range(num_microbatches):
+        values, targets = next(data_iterator)
+        loss = nn.functional.mse_loss(model(values), targets)
+        if not forward_only:
+            loss.backward()
+        losses.append(loss.detach())
+    return torch.stack(losses)
+
+
+def test_a_hundred_iterations_of_pinned_batches_never_wait() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4)).to(CUDA)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    batches = [(torch.randn(6, 8).pin_memory(), torch.randn(6, 4).pin_memory()) for _ in range(4)]
+    with graphstep.GraphSession(CUDA) as session:
+        wrapper = FullCudaGraphWrapper(forward_backward, model=model, session=session, cuda_graph_warmup_steps=2)
+
+        def run(number: int) -> Tensor:
+            given = iter([batches[number % 4], batches[(number + 1) % 4]])
+            result: Tensor = wrapper(data_iterator=given, num_microbatches=2, forward_only=False)
+            return result
+
+        for number in range(6):
+            run(number)
+        replays = wrapper.report().rows[0].num_replays
+        with waits_refused():
+            losses = [run(number) for number in range(100)]
+        assert wrapper.report().rows[0].num_replays == replays + 100
+        model.requires_grad_(False)
+        expected = [nn.functional.mse_loss(model(v.to(CUDA)), t.to(CUDA)) for v, t in batches]
+        for number, found in enumerate(losses):
+            assert torch.equal(found, torch.stack([expected[number % 4], expected[(number + 1) % 4]]))
+
+
+def compiled_step(job: Job) -> Loop:
+    job.model.dropout.p = 0.0
+    forward = torch.compile(job.model)
+
+    def step(batch: tuple[Tensor, Tensor]) -> Tensor:
+        values, targets = batch
+        job.optimizer.zero_grad()
+        loss = nn.functional.mse_loss(forward(values), targets)
+        loss.backward()
+        nn.utils.clip_grad_norm_(job.model.parameters(), 0.5)
+        job.optimizer.step()
+        return loss.detach()
+
+    return step
+
+
+def test_compiled_kernels_in_one_graph_equal_those_outside() -> None:
+    traces = []
+    for is_graphed in (False, True):
+        job = Job(CUDA, is_graphed, compiled_step)
+        losses = [job.run().clone() for _ in range(8)]
+        if is_graphed:
+            assert job.step.report().rows[0].num_replays >= 4
+        job.close()
+        torch.compiler.reset()
+        traces.append((losses, job.trace))
+    (plain, expected), (graphed, found) = traces
+    assert all(map(torch.equal, graphed, plain))
+    for before, after in zip(expected, found, strict=True):
+        assert before.keys() == after.keys()
+        assert [name for name in before if not torch.equal(before[name], after[name])] == []
