@@ -33,6 +33,7 @@ TEXTS = {
     "transformed": "inside a function transform",
     "closed": "closed",
     "too-many-signatures": "more signatures than allowed",
+    "partial-backward": "computed again in the backward",
     "stateful-argument": "an argument is an object that the call may change",
 }
 

@@ -1,4 +1,4 @@
-"""Dead static memory is NaN, and nothing that is alive."""
+"""What autograd keeps: dead static memory is NaN, and nothing that is alive."""
 
 from __future__ import annotations
 
@@ -10,8 +10,17 @@ from tests.capture.chains import Layers, Model, straight
 from tests.capture.pairs import backward_half, call, captured, forward_pair
 from torch import Tensor, nn
 
-from graphstep.capture.saved_tensors import SavedTensors, poison
+from graphstep.capture.saved_tensors import SavedTensors, nodes_behind, poison
 from graphstep.capture.session import GraphSession
+
+
+def test_nodes_behind_results_end_where_they_are_told_to() -> None:
+    x = torch.ones(3, requires_grad=True).exp()
+    first = x.sin()
+    results = [first, first.cos() + x]
+    names = [type(node).__name__ for node in nodes_behind(results, but=[x.grad_fn, None])]
+    assert sorted(names) == ["AddBackward0", "CosBackward0", "SinBackward0"]
+    assert len(nodes_behind(results)) == 5
 
 
 def is_poisoned(tensor: Tensor) -> bool:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from graphstep.capture.gradients import hooks_off
 from graphstep.capture.graph_pair import GraphPair
+from graphstep.capture.reasons import EagerReason
 from graphstep.engine import torch_private
 from graphstep.errors import LifecycleError
 
@@ -38,6 +39,32 @@ def is_partial(graph: Sequence[GraphPair], given: Sequence[Sequence[Tensor | Non
     )
 
 
+def count_partial(graph: Sequence[GraphPair], given: Sequence[Sequence[Tensor | None]], *, is_chained: bool) -> None:
+    """Have the report tell that the pairs of a graph are computed again, and what was used otherwise.
+
+    Takes the same arguments as :func:`is_partial`.
+    """
+    last = graph[-1]
+    found: list[str] = []
+    if last.backward is None:
+        found.append(f"{last.region.name} is in a graph with layers after it that have no part in the backward")
+    for pair, gradients in zip(graph[:-1], given, strict=False):
+        found += [
+            f"{pair.form.name_of(index)} of {pair.region.name} is used by others than the next layer of its graph"
+            for index, gradient in enumerate(gradients)
+            if gradient is not None
+        ]
+    for index, (gradient, place) in enumerate(zip(given[-1], last.grad_outputs, strict=False)):
+        name = last.form.name_of(index)
+        if gradient is not None and place is None:
+            found.append(f"{name} of {last.region.name} has a gradient, and had none in the first step")
+        elif gradient is None and place is not None and not is_chained:
+            found.append(f"{name} of {last.region.name} has no gradient, and had one in the first step")
+    for pair in graph:
+        pair.stats.eager_calls[EagerReason.PARTIAL_BACKWARD] += 1
+        pair.stats.last_detail = "; ".join(found)
+
+
 def refuse_other_state(pair: GraphPair, *, has_other: bool) -> None:
     """Refuse to compute a pair again that would not compute what it has computed in the forward.
 
@@ -64,12 +91,13 @@ def refuse_other_state(pair: GraphPair, *, has_other: bool) -> None:
 def recomputed(
     graph: Sequence[GraphPair], given: Sequence[Sequence[Tensor | None]], *, is_chained: bool
 ) -> tuple[list[Tensor | None], list[Tensor | None]]:
-    """Run some pairs of a graph again, eagerly, with their backward.
+    """Run some pairs of a graph again, eagerly, with their backward, which the report counts.
 
     Returns:
         Gradients of the first one's inputs, and of the parameters whose gradients autograd accumulates. Those of all
         other parameters are accumulated.
     """
+    count_partial(graph, given, is_chained=is_chained)
     if is_chained:
         graph[-1].load_output_gradients(given[-1], is_chained=True)
         given = [*given[:-1], graph[-1].grad_outputs]

@@ -117,6 +117,11 @@ class EagerReason(StrEnum):
         "Pad to fewer shapes (buckets), or raise max_signatures (of a whole step: max_graphs) if there is memory for "
         "more graphs.",
     )
+    PARTIAL_BACKWARD = (
+        "computed again in the backward",
+        "The report has what was used otherwise. Let every loss use the same results of the region as the loss of the "
+        "first step; where a graph holds several layers, launch each by itself: merge_layers=1.",
+    )
 
     def __new__(cls, text: str, advice: str) -> EagerReason:
         """Make the member equal to its text."""

@@ -46,7 +46,10 @@ class RegionStats:
     static_bytes: int = 0
     num_replays: int = 0
     eager_calls: Counter[str] = field(default_factory=Counter)
-    """Calls that ran eagerly, by reason: an :class:`EagerReason`, or a text of the strategy's own."""
+    """Calls that ran eagerly, by reason: an :class:`EagerReason`, or a text of the strategy's own.
+
+    A replay whose backward was computed again counts here too.
+    """
     last_mismatch: tuple[str, ...] = ()
     """What differed from the captured signature, with paths, when a call last ran eagerly for that."""
     num_slots: int = 0
@@ -60,7 +63,7 @@ class RegionStats:
     why_not_captured: str = ""
     """Why there is no recording, with cause and line if the capture failed."""
     last_detail: str = ""
-    """What exactly was in the way when a call last ran eagerly: the name of an attribute, argument or parameter."""
+    """What exactly was in the way when a call last ran eagerly: names an attribute, argument, parameter or result."""
 
     @property
     def is_captured(self) -> bool:

@@ -12,7 +12,7 @@ from torch import Tensor
 from graphstep.capture.gradients import leaves_reached
 from graphstep.capture.parameter_aliases import ParameterAliases
 from graphstep.capture.signature import repeated_in
-from graphstep.capture.tree import flatten, unflatten
+from graphstep.capture.tree import flatten, tensor_paths, unflatten
 from graphstep.engine import torch_private
 
 
@@ -30,6 +30,10 @@ class ResultForm:
     def is_plain_tuple(self) -> bool:
         """A tuple of tensors, each another one."""
         return self._is_plain_tuple and not self.repeated
+
+    def name_of(self, position: int) -> str:
+        """A result as the caller would write it: ``result['logits']``."""
+        return tensor_paths(self._structure, "result")[position]
 
     def of(self, tensors: Sequence[Tensor]) -> Any:
         """The same form with other tensors in it."""

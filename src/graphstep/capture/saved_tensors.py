@@ -47,16 +47,19 @@ def saved_storages(outputs: Iterable[Tensor]) -> set[int]:
     return found
 
 
-def nodes_behind(outputs: Iterable[Tensor]) -> list[Any]:
-    """All nodes of the autograd graph that a backward pass from ``outputs`` runs through."""
-    seen: dict[Any, None] = {}
+def nodes_behind(outputs: Iterable[Tensor], *, but: Iterable[Any] = ()) -> list[Any]:
+    """All nodes of the autograd graph that a backward pass from ``outputs`` runs through, but for some and what lies
+    behind them.
+    """
+    ends = dict.fromkeys(but)
+    seen: dict[Any, None] = dict(ends)
     waiting = [output.grad_fn for output in outputs if output.grad_fn is not None]
     while waiting:
         node = waiting.pop()
         if node not in seen:
             seen[node] = None
             waiting.extend(following for following, _ in node.next_functions if following is not None)
-    return list(seen)
+    return [node for node in seen if node not in ends]
 
 
 def with_memory_of_their_own(gradients: Sequence[Tensor | None], created: CreatedStorages) -> Iterator[Tensor | None]:

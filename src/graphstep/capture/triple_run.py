@@ -13,6 +13,7 @@ from graphstep.capture.chain_run import ChainRun
 from graphstep.capture.gradients import Guests, hooks_off
 from graphstep.capture.graph_pair import GraphPair
 from graphstep.capture.graph_triple import GraphTriple
+from graphstep.capture.merged_backward import count_partial
 from graphstep.capture.split_backward import SplitBackward
 from graphstep.errors import LifecycleError
 
@@ -84,6 +85,7 @@ class TripleRun(ChainRun):
         is_other = triple.gets_unknown(given) or triple.misses_some(given)
         if is_other and triple.is_pure:
             self._refuse_other_state({0}, [(0, 1)])
+            count_partial((triple,), (given,), is_chained=False)
             self._again = _Recomputed(triple, given)
             incoming: Sequence[Tensor | None] = self._again.incoming
         elif triple.gets_unknown(given):

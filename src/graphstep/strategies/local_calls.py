@@ -420,8 +420,9 @@ class RegionCalls:
         self.stats.eager_calls[reason] += 1
         taken = {chain.slot for chain, _ in self.links.get(signature, ())}
         call, arguments, named = self._host.observed.begin(observer, self, signature, tensors, arguments, named, taken)
+        begins_at = [tensor.grad_fn for tensor in tensors]
         result = self.region.function(*arguments, **named)
-        call.returned(flatten(result)[0])
+        call.returned(flatten(result)[0], begins_at)
         return result
 
 

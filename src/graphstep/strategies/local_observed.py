@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
-from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -16,6 +15,7 @@ from graphstep.capture.region import Region
 from graphstep.capture.signature import Signature
 from graphstep.capture.tree import values_of
 from graphstep.engine import torch_private
+from graphstep.strategies.outside_gradients import note_outside
 
 
 class Caller(Protocol):
@@ -85,8 +85,8 @@ class WatchedCall:
         self._outputs: list[tuple[weakref.ref[Tensor], tuple[Any, ...]]] = []
         self._closing: _Closing | None = _Closing(observer, key)
 
-    def returned(self, outputs: Sequence[Tensor]) -> None:
-        """The region has run."""
+    def returned(self, outputs: Sequence[Tensor], begins_at: Sequence[Any]) -> None:
+        """The region has run, on tensors that these nodes of autograd have made."""
         closing, self._closing = self._closing, None
         self.observer.outputs(*self.key, outputs)
         if not any(tensor.requires_grad for tensor in outputs):
@@ -95,10 +95,7 @@ class WatchedCall:
         differentiable = [tensor for tensor in outputs if tensor.requires_grad and not tensor.is_leaf]
         call = self.observer.plan.calls[self.key]
         if call.used is None and len(differentiable) > 1:
-            used = call.used = {index for index, tensor in enumerate(outputs) if tensor.is_leaf}
-            for index, tensor in enumerate(outputs):
-                if tensor.requires_grad and not tensor.is_leaf:
-                    tensor.register_hook(partial(_note, used, index))
+            call.used = note_outside(outputs, begins_at)
         if differentiable and closing is not None:
             torch.autograd.graph.register_multi_grad_hook(differentiable, closing.backward_begins, mode="any")
         self._outputs = [(weakref.ref(tensor), _state(tensor)) for tensor in outputs]
@@ -195,10 +192,6 @@ def _refusal(tensors: Sequence[Tensor], signature: Signature) -> str:
 def is_subclassed(tensor: Tensor) -> bool:
     """True for a tensor with a class of its own, which may compute what it likes."""
     return type(tensor) is not Tensor and type(tensor) is not nn.Parameter
-
-
-def _note(used: set[int], index: int, _gradient: Tensor) -> None:
-    used.add(index)
 
 
 def _places(arguments: tuple[Any, ...], named: dict[str, Any]) -> Iterator[tuple[Place, Any]]:

@@ -16,6 +16,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from graphstep.capture.plan import Phase
+from graphstep.capture.reasons import EagerReason
 from graphstep.strategies.layer_order import order_of_layers
 from graphstep.strategies.order_steps import max_in_flight
 
@@ -268,7 +269,7 @@ def test_modules_of_any_kind(device: torch.device, kind: type[nn.Module], accumu
 
 
 def test_a_loss_that_does_not_use_all_results(device: torch.device) -> None:
-    """What the loss does not reach has no gradient; the call is computed again."""
+    """What the loss does not reach has no gradient; the call is computed again, and the report counts it."""
 
     def script(job: Job) -> None:
         module = job.built(Several)
@@ -281,6 +282,8 @@ def test_a_loss_that_does_not_use_all_results(device: torch.device) -> None:
             del first, second, _
             weight_gradients(job, calls[0])
             job.note(inputs=(x, y))
+        if job.graphs:
+            assert [row.eager_calls[EagerReason.PARTIAL_BACKWARD] for row in job.report.rows] == [4]
 
     compared(device, script)
 
