@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import importlib
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -43,6 +44,10 @@ def session(device: torch.device) -> Iterator[GraphSession]:
     opened.close()
     assert opened.report().pool_bytes == 0
     workspaces = getattr(opened.engine, "workspace_pool", None)
+    for _ in range(50):  # The thread of a backward pass that failed lets go of it a little later.
+        if private_pool_bytes(device, workspaces) <= before:
+            break
+        time.sleep(0.02)
     assert private_pool_bytes(device, workspaces) <= before, "memory of the pool outlives the session"
 
 

@@ -88,7 +88,7 @@ def test_sessions_leave_nothing_behind_but_workspaces(engine: CudaEngine) -> Non
     assert max(sizes) < 2**27
 
 
-def test_workspaces_are_told_apart_from_what_the_user_holds(engine: CudaEngine) -> None:
+def test_workspaces_are_counted_without_what_the_user_holds(engine: CudaEngine) -> None:
     with engine.capture_stream():
         held = torch.zeros(2**26, device=engine.device)
     left, right = product_of(engine)

@@ -28,7 +28,9 @@ def padding(tokens: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
-@pytest.mark.parametrize("named", [{}, {"attention_mask": padding}, {"output_hidden_states": True}], ids=str)
+@pytest.mark.parametrize(
+    "named", [{}, {"attention_mask": padding}, {"output_hidden_states": True}], ids=["plain", "mask", "hidden states"]
+)
 def test_the_backward_is_a_launch(device: torch.device, family: str, named: dict[str, Any]) -> None:
     prepare = (lambda model: model) if "attention_mask" in named else causal
     report = twins(family, device, steps(6, **named), prepare=prepare, regions=WHOLE, use_cache=False)

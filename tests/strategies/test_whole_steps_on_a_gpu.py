@@ -98,7 +98,8 @@ def compiled_step(job: Job) -> Loop:
     return step
 
 
-def test_compiled_kernels_in_one_graph_equal_those_outside() -> None:
+def test_compiled_kernels_in_one_graph_give_what_those_outside_give() -> None:
+    """But for rounding: each compilation chooses the order of its sums by timing."""
     traces = []
     for is_graphed in (False, True):
         job = Job(CUDA, is_graphed, compiled_step)
@@ -109,7 +110,7 @@ def test_compiled_kernels_in_one_graph_equal_those_outside() -> None:
         torch.compiler.reset()
         traces.append((losses, job.trace))
     (plain, expected), (graphed, found) = traces
-    assert all(map(torch.equal, graphed, plain))
+    torch.testing.assert_close(graphed, plain)
     for before, after in zip(expected, found, strict=True):
         assert before.keys() == after.keys()
-        assert [name for name in before if not torch.equal(before[name], after[name])] == []
+        torch.testing.assert_close(after, before, rtol=1e-3, atol=1e-4)

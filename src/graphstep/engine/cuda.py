@@ -21,7 +21,7 @@ from torch import Tensor
 from graphstep.engine import compiled_part, cuda_memory, cuda_workspaces, kernel_switches, torch_private
 from graphstep.engine.ambient import casts_forgotten, collection_held
 from graphstep.engine.cuda_driver import capturing_node_count, restart_capture
-from graphstep.engine.cuda_memory import held_on_stream, pool_segments
+from graphstep.engine.cuda_memory import pool_segments
 from graphstep.engine.user_frame import user_line_of
 from graphstep.errors import CaptureError, ConfigError, GraphstepError, LifecycleError, Problem
 
@@ -167,8 +167,10 @@ class CudaEngine:
 
     @property
     def workspace_bytes(self) -> int:
-        """What is in use on the capture stream before the first capture: workspaces of the math libraries, which torch
-        keeps, and what warmup runs have left."""
+        """Bytes of the pool that the math libraries have their workspaces in.
+
+        0 where those of an earlier engine serve: torch gives its streams out again and keeps the workspaces of each.
+        """
         return self._workspace_bytes
 
     def pools(self) -> list[Any]:
@@ -292,7 +294,7 @@ class CudaEngine:
             cuda_workspaces.take(self.workspace_pool, self._device)
         torch.cuda.synchronize(self._device)
         if is_first:
-            self._workspace_bytes = held_on_stream(self._stream, self.workspace_pool)
+            self._workspace_bytes = pool_segments([self.workspace_pool])[0]
 
     def _open_lane(self) -> _Lane:
         """A new pool, and a graph in it: the allocator gives up a pool that no graph uses, and refuses its name."""

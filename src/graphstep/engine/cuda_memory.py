@@ -18,18 +18,6 @@ def pool_segments(pools: Sequence[Any]) -> list[int]:
     return [sizes.get(tuple(pool), 0) for pool in pools]
 
 
-def held_on_stream(stream: torch.cuda.Stream, *pools: Any) -> int:
-    """Bytes in use on a stream outside of private pools, and in these."""
-    return sum(
-        int(block["size"])
-        for segment in torch.cuda.memory_snapshot()
-        if segment["stream"] == stream.cuda_stream
-        and (not any(segment["segment_pool_id"]) or tuple(segment["segment_pool_id"]) in pools)
-        for block in segment["blocks"]
-        if block["state"] == "active_allocated"
-    )
-
-
 def blocks_in_use(pool: Any) -> frozenset[int]:
     """Addresses of the memory in a pool that somebody holds, or that another stream may still use."""
     found = set()

@@ -57,6 +57,7 @@ class _Multiplied(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         for each in ctx.factors:
+            each.result.zero_()  # A thread without a context gets one by a kernel; cuBLAS would warn.
             each.multiply()
         return gradients[0], None
 
