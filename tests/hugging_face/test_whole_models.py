@@ -39,15 +39,14 @@ def test_the_backward_is_a_launch(device: torch.device, family: str, named: dict
     assert (row.num_replays, row.num_launches) == (5, 2 * 5)
 
 
-def test_logits_of_routers(device: torch.device) -> None:
-    """Each is read by its layer, and by a further loss that is computed inside as well."""
+def test_logits_of_routers() -> None:
+    """Each is read by its layer, and by a further loss that is computed inside as well.
 
-    def prepare(model: Any) -> Any:
-        # Grouped products of fp32 read on the host of a GPU.
-        return causal(model.to(torch.bfloat16) if device.type == "cuda" else model)
-
+    Not on a GPU: some versions count tokens for that loss in a way that a GPU refuses to capture.
+    """
+    device = torch.device("cpu")
     script, options = steps(6, output_router_logits=True), {"use_cache": False, "experts_implementation": "grouped_mm"}
-    report = twins("qwen3_moe", device, script, prepare=prepare, regions=WHOLE, **options)
+    report = twins("qwen3_moe", device, script, prepare=causal, regions=WHOLE, **options)
     (row,) = report.rows
     assert eager_reasons(report) == {"observed"}
     assert (row.num_replays, row.num_launches) == (5, 2 * 5)
