@@ -36,7 +36,7 @@ def plan_step(
         num_timed: steps whose median is the time of a step.
 
     Raises:
-        UserInputError: the step does not call the model, the model has graphs, or the budget is below nothing.
+        UserInputError: the step does not call the model, the model has graphs, or the budget is negative.
     """
     problems = []
     if budget_bytes is not None and budget_bytes < 0:
