@@ -8,83 +8,56 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Final
 
-from graphstep.cli.generate_options import GENERATE_OPTIONS, notices_of_graphs
-from graphstep.config import CapturePolicy, InferenceConfig, InferenceCudaGraphScope
-from graphstep.config.arguments import configure
+from graphstep.cli.engine_options import (
+    ENGINE_OPTIONS,
+    MODEL_OPTION,
+    RUN_OPTIONS,
+    SEED_OPTION,
+    EngineOptions,
+    command_group,
+    note_missing_model,
+    read_engine,
+)
 from graphstep.config.options import Option
 from graphstep.config.options.option import integer, number, positive, text
 from graphstep.config.parsing import read_options
-from graphstep.config.validation import Notice
 from graphstep.errors import ConfigError, Problem
 from graphstep.server.options import ServerOptions
 
 API_KEY_VARIABLE: Final = "GRAPHSTEP_API_KEY"
-_GROUP: Final = "server"
-_ONLY_GENERATE: Final = (
-    *("prompt", "prompt_file", "max_new_tokens", "temperature", "top_k", "top_p", "ignore_eos", "json"),
-)
-_OF_ENGINE: Final = (
-    "model",
-    "tokenizer_model",
-    "dtype",
-    "device",
-    "inference_max_seq_length",
-    "lazy_cuda_graphs",
-    "async_scheduling",
-    "seed",
-)
+_group = command_group("server")
 _DEFAULTS: Final[Mapping[str, Any]] = {field.name: field.default for field in fields(ServerOptions)}
 
 
 def _limit(name: str, metavar: str, help_text: str, **more: Any) -> Option:
-    flag = f"--{name.replace('_', '-')}"
     chosen: dict[str, Any] = {"type": integer, "default": _DEFAULTS[name], **more}
-    return Option(dest=name, flags=(flag,), metavar=metavar, group=_GROUP, help=help_text, **chosen)
+    return _group.option(f"--{name.replace('_', '-')}", help_text, metavar=metavar, **chosen)
 
 
-def _shared(option: Option) -> Option:
-    if option.dest == "seed":
-        return replace(option, help="of requests that name none, together with their order")
-    return option
-
-
-_OWN: tuple[Option, ...] = (
+_SERVER: Final[tuple[Option, ...]] = (
     _limit("host", "ADDRESS", "address to listen on; 127.0.0.1 is for this machine alone", type=text),
     _limit("port", "PORT", "port to listen on; 0: a free one"),
-    Option(
-        dest="served_model_name",
-        flags=("--served-model-name",),
+    _group.option(
+        "--served-model-name",
+        "what requests call the model",
         type=text,
         metavar="NAME",
-        group=_GROUP,
         default_text="the name of the folder",
-        help="what requests call the model",
     ),
-    Option(
-        dest="api_key_file",
-        flags=("--api-key-file",),
+    _group.option(
+        "--api-key-file",
+        "file with the key that clients send as 'Authorization: Bearer KEY'",
         type=text,
         metavar="FILE",
-        group=_GROUP,
         default_text=f"{API_KEY_VARIABLE} of the environment, else no key",
-        help="file with the key that clients send as 'Authorization: Bearer KEY'",
     ),
-    Option(
-        dest="allow_no_api_key",
-        flags=("--allow-no-api-key",),
-        nargs=0,
-        default=False,
-        group=_GROUP,
-        help="listen beyond this machine without a key",
-    ),
-    Option(
-        dest="chat_template",
-        flags=("--chat-template",),
+    _group.switch("--allow-no-api-key", "listen beyond this machine without a key"),
+    _group.option(
+        "--chat-template",
+        "a jinja file, or plain: a line 'role: content' a message",
         type=text,
         metavar="FILE",
-        group=_GROUP,
         default_text="that of the model, else plain",
-        help="a jinja file, or plain: a line 'role: content' a message",
     ),
     _limit("max_body_bytes", "BYTES", "refuse larger request bodies"),
     _limit(
@@ -102,33 +75,19 @@ _OWN: tuple[Option, ...] = (
     _limit("idle_seconds", "SECONDS", "close connections that send no request for so long"),
     _limit("shutdown_seconds", "SECONDS", "cancel requests that still run so long after the signal to stop"),
 )
-SERVE_OPTIONS: tuple[Option, ...] = (
-    *_OWN,
-    *(_shared(option) for option in GENERATE_OPTIONS if option.dest not in _ONLY_GENERATE),
-)
-"""All of them: its own, and those of ``graphstep generate`` that are about model and engine."""
+_SEED: Final = replace(SEED_OPTION, help="of requests that name none, together with their order")
+_OWN: Final[tuple[Option, ...]] = (*_SERVER, MODEL_OPTION, _SEED, *ENGINE_OPTIONS)
+SERVE_OPTIONS: Final[tuple[Option, ...]] = (*_OWN, *RUN_OPTIONS)
+"""All of them: its own, and those of runs that inference knows."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ServeOptions:
+class ServeOptions(EngineOptions):
     """What a command line says."""
 
-    model: Path
-    tokenizer_model: Path | None
-    dtype: str | None
-    device: str | None
-    inference_max_seq_length: int | None
-    lazy_cuda_graphs: bool
-    async_scheduling: bool
-    seed: int
-    inference: InferenceConfig
-    scope: InferenceCudaGraphScope
-    is_required: bool
-    """A step that should have a graph and cannot be captured is an error."""
     served_model_name: str
     chat_template: str | None
     server: ServerOptions
-    notices: tuple[Notice, ...]
 
 
 def read_serve_options(argv: Sequence[str], env: Mapping[str, str] = os.environ) -> ServeOptions:
@@ -138,40 +97,21 @@ def read_serve_options(argv: Sequence[str], env: Mapping[str, str] = os.environ)
         ConfigError: everything that is wrong, at once.
     """
     reading = read_options(argv, SERVE_OPTIONS, help_hint="graphstep serve --help lists the options")
-    own_options = [option for option in SERVE_OPTIONS if option in _OWN or option.dest in _OF_ENGINE]
-    own = {option.dest: reading.values.pop(option.dest, option.default) for option in own_options}
-    if own["model"] is None and "model" not in reading.wrong:
-        what = "--model says what to serve, and is missing"
-        reading.problems.append(Problem("serve-model", what, "--model", "name the folder of a model"))
+    own: dict[str, Any] = {option.dest: reading.values.pop(option.dest, option.default) for option in _OWN}
+    note_missing_model(reading, own, code="serve-model", use="serve")
     server = None
     try:
         server = _server_options(own, env)
     except ConfigError as error:
         reading.problems += error.problems
-    reading.wrong -= set(own)
-    reading.values["inference_dynamic_batching"] = True
-    config = configure(reading, env=env)
+    engine = read_engine(reading, own, env)
     if server is None:
         raise ConfigError(reading.problems)
-    model, graphs = Path(own["model"]), config.graphs
-    wanted = graphs.inference_scope or InferenceCudaGraphScope.none
-    scope = InferenceCudaGraphScope.none if graphs.policy is CapturePolicy.off else wanted
     return ServeOptions(
-        model=model,
-        tokenizer_model=None if own["tokenizer_model"] is None else Path(own["tokenizer_model"]),
-        dtype=own["dtype"],
-        device=own["device"],
-        inference_max_seq_length=own["inference_max_seq_length"],
-        lazy_cuda_graphs=own["lazy_cuda_graphs"],
-        async_scheduling=own["async_scheduling"],
-        seed=own["seed"],
-        inference=config.inference,
-        scope=scope,
-        is_required=graphs.policy is CapturePolicy.required,
-        served_model_name=own["served_model_name"] or model.resolve().name or "model",
+        served_model_name=own["served_model_name"] or engine["model"].resolve().name or "model",
         chat_template=own["chat_template"],
         server=server,
-        notices=(*config.notices, *notices_of_graphs(own["lazy_cuda_graphs"], scope)),
+        **engine,
     )
 
 
