@@ -1,4 +1,4 @@
-"""Where files lie that can be made again: tokens of texts, and what was compiled."""
+"""The folder of files that can be made again: tokens of texts, and what was compiled."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 def default_cache_folder(env: Mapping[str, str]) -> Path | None:
     """``$XDG_CACHE_HOME/graphstep`` or ``~/.cache/graphstep``; None when there is no home folder."""
     base = env.get("XDG_CACHE_HOME", "")
-    if os.path.isabs(base):  # the XDG specification: a relative path is ignored
+    if os.path.isabs(base):  # The XDG specification: a relative path is ignored.
         return Path(base, "graphstep")
     home = env.get("HOME", "")
     return Path(home, ".cache", "graphstep") if home else None

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import copy
 import gc
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from tests.capture.pairs import Caller, callers_of, linked
+from tests.waiting import wait_for
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -81,12 +81,15 @@ class Model:
                 assert _same(eager, graphed), f"seed {seed}, {index}"
 
     def check_idle(self) -> None:
-        for _ in range(50):  # The thread of a backward pass that failed lets go of it a little later.
-            if all(pair.num_in_flight == 0 for pair in self.chain.pairs):
-                break
+        def is_idle() -> bool:
+            return all(pair.num_in_flight == 0 for pair in self.chain.pairs)
+
+        def is_idle_without_garbage() -> bool:
             gc.collect()
-            time.sleep(0.02)
-        assert all(pair.num_in_flight == 0 for pair in self.chain.pairs)
+            return is_idle()
+
+        # The thread of a backward pass that failed lets go of it a little later.
+        assert is_idle() or wait_for(is_idle_without_garbage, seconds=2.0)
         assert self.chain.lane.latest is None
         assert all(caller.pending is None for caller in self.callers)
         assert sum(c.num_closed for c in self.callers) == sum(c.num_started for c in self.callers)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import gc
 import importlib
-import time
 from collections.abc import Iterator
 
 import pytest
 import torch
 from tests.engine.reusing import memory_is_reused
+from tests.waiting import wait_for
 
 from graphstep.capture.session import GraphSession
 
@@ -44,11 +44,9 @@ def session(device: torch.device) -> Iterator[GraphSession]:
     opened.close()
     assert opened.report().pool_bytes == 0
     workspaces = getattr(opened.engine, "workspace_pool", None)
-    for _ in range(50):  # The thread of a backward pass that failed lets go of it a little later.
-        if private_pool_bytes(device, workspaces) <= before:
-            break
-        time.sleep(0.02)
-    assert private_pool_bytes(device, workspaces) <= before, "memory of the pool outlives the session"
+    # The thread of a backward pass that failed lets go of it a little later.
+    is_free = wait_for(lambda: private_pool_bytes(device, workspaces) <= before, seconds=2.0)
+    assert is_free, "memory of the pool outlives the session"
 
 
 def private_pool_bytes(device: torch.device, left_out: object = None) -> int:

@@ -18,7 +18,7 @@ def test_nodes_behind_results_end_where_they_are_told_to() -> None:
     x = torch.ones(3, requires_grad=True).exp()
     first = x.sin()
     results = [first, first.cos() + x]
-    names = [type(node).__name__ for node in nodes_behind(results, but=[x.grad_fn, None])]
+    names = [type(node).__name__ for node in nodes_behind(results, ends=[x.grad_fn, None])]
     assert sorted(names) == ["AddBackward0", "CosBackward0", "SinBackward0"]
     assert len(nodes_behind(results)) == 5
 

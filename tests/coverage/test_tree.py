@@ -210,7 +210,7 @@ def test_the_model_is_walked_as_often_for_many_regions_as_for_one() -> None:
         rows = tuple(captured(f"layers.{number}") for number in range(num_regions))
         module_tree(CaptureReport("tape", rows, 0).to_json(), model)
         walks.append(model.num_walks)
-    assert walks[0] == walks[1]
+    assert walks[0] == walks[1] > 0
 
 
 def test_regions_of_another_model_leave_the_modules_unknown() -> None:

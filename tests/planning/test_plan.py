@@ -143,7 +143,7 @@ def test_a_candidate_that_is_not_there_cannot_have_been_measured() -> None:
         plan.with_measured("qkv", found)
 
 
-def test_a_budget_below_nothing_is_an_error_before_a_step_runs() -> None:
+def test_a_negative_budget_is_an_error_before_a_step_runs() -> None:
     def step() -> None:
         raise AssertionError
 

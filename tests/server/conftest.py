@@ -25,7 +25,7 @@ def shared_server() -> Iterator[RunningServer]:
 @pytest.fixture
 def server(shared_server: RunningServer) -> Iterator[RunningServer]:
     """Nothing of any request may be left when a test ends, and the server has to go on."""
-    from tests.server.serving import wait_for
+    from tests.waiting import wait_for
 
     yield shared_server
     shared_server.slow.seconds = 0

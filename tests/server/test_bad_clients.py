@@ -10,7 +10,8 @@ import time
 from typing import Any
 
 import pytest
-from tests.server.serving import KEY, NAME, RunningServer, post, running, wait_for
+from tests.server.serving import KEY, NAME, RunningServer, post, running
+from tests.waiting import wait_for
 
 LONG = {"model": NAME, "prompt": "x", "max_tokens": 90, "ignore_eos": True}
 

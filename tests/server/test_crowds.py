@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 from tests.inference.generation import greedy
-from tests.server.serving import KEY, NAME, RunningServer, post, running, wait_for
+from tests.server.serving import KEY, NAME, RunningServer, post, running
+from tests.waiting import wait_for
 
 from graphstep.inference.text import ByteText
 

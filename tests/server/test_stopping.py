@@ -8,7 +8,8 @@ import threading
 import time
 from typing import Any
 
-from tests.server.serving import NAME, RunningServer, running, wait_for
+from tests.server.serving import NAME, RunningServer, running
+from tests.waiting import wait_for
 
 BODY = {"model": NAME, "prompt": "x", "max_tokens": 30, "ignore_eos": True}
 

@@ -178,6 +178,7 @@ def test_results_that_are_computed_from_each_other(
             optimizer.zero_grad()
             del result  # A result that is kept is not overwritten: the next call would run eagerly.
         shadow.close()
+    assert len(found) == 2
     assert all(report.equal for report in found) == (fault is faulty.Plain)
     assert all(report.num_replays for report in found)
 

@@ -26,8 +26,6 @@ if TYPE_CHECKING:
 MIB = 2**20
 EXPECTED = (EagerReason.OBSERVED, EagerReason.EVALUATION)
 """Eager calls that nobody expects to be replays."""
-_WHOLE_MODEL = "the whole model"
-"""What a region with the empty path is called."""
 WITHOUT_ADVICE = (*EXPECTED, EagerReason.NOT_CAPTURED_YET)
 """Reasons that pass by themselves; reports give no advice for them."""
 
@@ -418,8 +416,10 @@ def _region_names(names: Sequence[str], rows: Sequence[RegionStats]) -> str:
 
 def _joined(names: Iterable[str]) -> str:
     """``layers.0 … layers.11, layers.13``: a run of names that count up in one number is told by its ends."""
+    from graphstep.coverage.tree import WHOLE_MODEL
+
     runs: list[list[str]] = []
-    for name in (each or _WHOLE_MODEL for each in names):
+    for name in (each or WHOLE_MODEL for each in names):
         place = _counted(runs[-1][-1], name) if runs else None
         if place is not None and (len(runs[-1]) == 1 or place == _counted(*runs[-1][-2:])):
             runs[-1].append(name)

@@ -47,19 +47,22 @@ def saved_storages(outputs: Iterable[Tensor]) -> set[int]:
     return found
 
 
-def nodes_behind(outputs: Iterable[Tensor], *, but: Iterable[Any] = ()) -> list[Any]:
-    """All nodes of the autograd graph that a backward pass from ``outputs`` runs through, but for some and what lies
-    behind them.
+def nodes_behind(outputs: Iterable[Tensor], *, ends: Iterable[Any] = ()) -> list[Any]:
+    """All nodes of the autograd graph that a backward pass from ``outputs`` runs through.
+
+    Args:
+        outputs: any tensors; leaves have no node.
+        ends: nodes to stop at, or ``None``, which counts as none: they and what lies behind them are left out.
     """
-    ends = dict.fromkeys(but)
-    seen: dict[Any, None] = dict(ends)
+    left_out = set(ends)
+    seen: dict[Any, None] = dict.fromkeys(left_out)
     waiting = [output.grad_fn for output in outputs if output.grad_fn is not None]
     while waiting:
         node = waiting.pop()
         if node not in seen:
             seen[node] = None
             waiting.extend(following for following, _ in node.next_functions if following is not None)
-    return [node for node in seen if node not in ends]
+    return [node for node in seen if node not in left_out]
 
 
 def with_memory_of_their_own(gradients: Sequence[Tensor | None], created: CreatedStorages) -> Iterator[Tensor | None]:

@@ -69,7 +69,7 @@ def _measured(plan: Plan, config: RunConfig, options: PlanOptions, console: Cons
 
 def _plan_target(options: PlanOptions) -> Plan:
     from graphstep.planning import plan_step
-    from graphstep.planning.load_target import load_target, told_as_of
+    from graphstep.planning.load_target import blamed_on_target, load_target
 
     if options.measures or options.measures_all:
         raise UserInputError(
@@ -81,4 +81,4 @@ def _plan_target(options: PlanOptions) -> Plan:
             )
         )
     step, model = load_target(options.target or "")
-    return plan_step(told_as_of(options.target or "", step), model, budget_bytes=options.budget_bytes)
+    return plan_step(blamed_on_target(options.target or "", step), model, budget_bytes=options.budget_bytes)

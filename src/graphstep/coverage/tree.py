@@ -109,7 +109,7 @@ def module_tree(report: Mapping[str, Any], model: nn.Module | None = None) -> Mo
         if first in claims:
             claims.setdefault(path, claims[first])
     whole = [region for region in report["regions"] if region["kind"] in _WHOLE_STEP]
-    has_parts = any(region["kind"] not in (*_WHOLE_STEP, "optimizer") for region in report["regions"])
+    has_parts = any(map(_is_part, report["regions"]))
     outside = _Claim(Coverage.eager, _ELSEWHERE if is_elsewhere else _OUTSIDE)
     if whole and not has_parts:
         outside = _whole_claim(whole)
@@ -154,14 +154,14 @@ def _covered_paths(region: str, nodes: Mapping[str, ModuleNode]) -> list[str]:
     return [first, *(f"{layer}.{other}" if layer else other for other in others)]
 
 
+def _is_part(region: Mapping[str, Any]) -> bool:
+    """True if it lies in the model, at the path that it is named after."""
+    return region["kind"] not in (*_WHOLE_STEP, "optimizer")
+
+
 def _is_elsewhere(report: Mapping[str, Any], nodes: Mapping[str, ModuleNode], owned: Mapping[str, Any]) -> bool:
     """True if there are regions, and none lies in this model."""
-    paths = [
-        path
-        for region in report["regions"]
-        if region["kind"] not in (*_WHOLE_STEP, "optimizer")
-        for path in _covered_paths(region["name"], nodes)
-    ]
+    paths = [path for region in filter(_is_part, report["regions"]) for path in _covered_paths(region["name"], nodes)]
     inner = nodes.keys() - {""}
     return bool(paths) and not any(path in nodes or path in owned or path.rpartition(".")[0] in inner for path in paths)
 

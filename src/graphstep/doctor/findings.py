@@ -107,6 +107,7 @@ class FindingList:
 
     _found: dict[tuple[str, str, int], Finding] = field(default_factory=dict)
     _in_backward: set[str] = field(default_factory=set)
+    """Codes seen in a backward, whatever the part of the finding that is kept for the line."""
 
     def add(
         self,

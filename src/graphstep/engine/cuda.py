@@ -1,7 +1,7 @@
 """The GPU engine: CUDA graphs captured on a stream of its own, into private memory pools, one a lane.
 
-What keeps what alive: the engine holds the pool, the capture stream and, through it, the libraries' workspaces; each
-recording holds its executable graph. Recordings go first, the pool last.
+What keeps what alive: the engine holds the pool and the capture stream; each recording holds its executable graph.
+Recordings go first, the pool last. The libraries' workspaces lie in a pool of their own, which torch keeps for good.
 """
 
 from __future__ import annotations
@@ -196,6 +196,7 @@ class CudaEngine:
         if self._capturing_thread is not None or torch.cuda.is_current_stream_capturing():
             raise LifecycleError("a capture is already under way", fix="capture one function at a time")
         with collection_held(collect_first=collect_first):
+            # Somebody may have had torch free the workspaces; within captures in a row nobody has.
             if collect_first or self.workspace_pool is None:
                 self._prime()
             if lane not in self._lanes:

@@ -55,7 +55,8 @@ def stream_allocating_in(pool: Any, device: torch.device) -> Iterator[None]:
 
     The pool stays in use for good: what is freed in it is given to nobody else.
     """
-    begin, end = (getattr(torch._C, name, None) for name in ("_cuda_beginAllocateCurrentStreamToPool", _NEEDED[1]))
+    begin = getattr(torch._C, "_cuda_beginAllocateCurrentStreamToPool", None)
+    end = getattr(torch._C, "_cuda_endAllocateToPool", None)
     if begin is None or end is None:
         yield
         return

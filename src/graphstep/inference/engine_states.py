@@ -1,4 +1,4 @@
-"""The states of an engine, and what becomes of its cache and graphs in between."""
+"""The states of an engine, what becomes of its cache and graphs in between, and whether new weights fit."""
 
 from __future__ import annotations
 

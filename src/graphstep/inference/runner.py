@@ -123,7 +123,7 @@ class StepRunner:
 
     @property
     def lacks_graphs(self) -> bool:
-        """Would `capture_all` capture something?"""
+        """True if ``capture_all`` has something to capture; what has failed is not tried again."""
         return any(bucket not in self._graphs and bucket not in self._failed for bucket in self.ladder.buckets)
 
     @property

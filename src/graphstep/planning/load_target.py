@@ -56,8 +56,11 @@ def load_target(word: str) -> tuple[Callable[[], Any], nn.Module]:
     return found[0], found[1]
 
 
-def told_as_of(word: str, step: Callable[[], Any]) -> Callable[[], Any]:
-    """The step, with what it raises told as a fault of the target; errors of this package say enough themselves."""
+def blamed_on_target(word: str, step: Callable[[], Any]) -> Callable[[], Any]:
+    """Wrap a step so that what it raises is a ``UserInputError`` that names the target and the line.
+
+    Errors of this package pass: they say what, where and how to fix.
+    """
 
     def run() -> Any:
         try:

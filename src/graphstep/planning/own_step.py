@@ -36,31 +36,9 @@ def plan_step(
         num_timed: steps whose median is the time of a step.
 
     Raises:
-        UserInputError: the step does not call the model, the model has graphs, or the budget is below nothing.
+        UserInputError: the step does not call the model, the model has graphs, or the budget is negative.
     """
-    problems = []
-    if budget_bytes is not None and budget_bytes < 0:
-        problems.append(
-            Problem(
-                "memory-budget",
-                f"{budget_bytes} is no size of memory",
-                "plan_step, argument budget_bytes",
-                "give a number of bytes, or None for what is free on the device",
-            )
-        )
-    captured = [path for path, module in model.named_modules() if has_graphs(module)]
-    if captured:
-        problems.append(
-            Problem(
-                "plan-model-has-graphs",
-                f"{len(captured)} modules of {type(model).__name__} have graphs, such as {captured[0] or 'itself'}: "
-                "their steps are not eager",
-                "plan_step, argument model",
-                "plan before graphs are attached, or close what has attached them",
-            )
-        )
-    if problems:
-        raise UserInputError(problems)
+    _require_plannable(model, budget_bytes)
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     parts = parts_of(model)
     candidates = candidates_of(model)
@@ -84,3 +62,29 @@ def plan_step(
             )
         )
     return Plan.of(measured, candidates, costs, budget_bytes=budget_bytes)
+
+
+def _require_plannable(model: nn.Module, budget_bytes: int | None) -> None:
+    problems = []
+    if budget_bytes is not None and budget_bytes < 0:
+        problems.append(
+            Problem(
+                "memory-budget",
+                f"{budget_bytes} is no size of memory",
+                "plan_step, argument budget_bytes",
+                "give a number of bytes, or None for what is free on the device",
+            )
+        )
+    captured = [path for path, module in model.named_modules() if has_graphs(module)]
+    if captured:
+        problems.append(
+            Problem(
+                "plan-model-has-graphs",
+                f"{len(captured)} modules of {type(model).__name__} have graphs, such as {captured[0] or 'itself'}: "
+                "their steps are not eager",
+                "plan_step, argument model",
+                "plan before graphs are attached, or close what has attached them",
+            )
+        )
+    if problems:
+        raise UserInputError(problems)

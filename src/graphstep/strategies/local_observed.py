@@ -86,7 +86,12 @@ class WatchedCall:
         self._closing: _Closing | None = _Closing(observer, key)
 
     def returned(self, outputs: Sequence[Tensor], begins_at: Sequence[Any]) -> None:
-        """The region has run, on tensors that these nodes of autograd have made."""
+        """The region has run.
+
+        Args:
+            outputs: its results, flat.
+            begins_at: nodes of autograd that have made its arguments; ``None`` for a leaf.
+        """
         closing, self._closing = self._closing, None
         self.observer.outputs(*self.key, outputs)
         if not any(tensor.requires_grad for tensor in outputs):

@@ -35,7 +35,7 @@ class OptimizerGraph:
         update: what to run instead of ``optimizer.step()``: clipping as well, say. Takes nothing.
         session: owner of the graph; by default a new one, on the device of the parameters. Where other graphs fill the
             gradients, give it theirs (``manager.session``).
-        cuda_graph_warmup_steps: eager steps before the capture, >= 1: the first one makes the state.
+        cuda_graph_warmup_steps: eager steps before the capture; 0 counts as 1, since the first one makes the state.
         policy: what becomes of a step that cannot be captured, see :class:`CapturePolicy`.
 
     Raises:

@@ -43,7 +43,7 @@ class OptimizersInside:
         self._held: list[Any] = []
         self._ways: list[Any] = []
         self._left: list[Tensor | None] = []
-        """Gradients of frozen parameters, that no other gets their identity."""
+        """Gradients of frozen parameters, held so that no other tensor gets their ``id``."""
         self._scheduled: list[dict[str, Any]] = []
         """Groups whose rate a run has set."""
         self._decays = DecaysInside(self._optimizers, device)

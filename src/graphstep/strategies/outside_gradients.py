@@ -36,7 +36,8 @@ class _FromInside(Tensor):
 def note_outside(outputs: Sequence[Tensor], begins_at: Iterable[Any]) -> set[int]:
     """Positions of the results that get a gradient from outside, filled in while backward passes run.
 
-    Nobody sees a trace of it but autograd: gradients are the same bits, and all hooks get plain ones.
+    Nobody sees a trace of it but autograd: gradients are the same bits, and all hooks get plain ones. What notes them
+    goes with the autograd graph of the results.
 
     Args:
         outputs: the results, flat, before the caller has them.
@@ -51,7 +52,7 @@ def note_outside(outputs: Sequence[Tensor], begins_at: Iterable[Any]) -> set[int
     for index, tensor in enumerate(outputs):
         if tensor.requires_grad and not tensor.is_leaf:
             places.setdefault((tensor.grad_fn, tensor.output_nr), []).append(index)
-    for node in nodes_behind(outputs, but=begins_at):
+    for node in nodes_behind(outputs, ends=begins_at):
         edges = {number for number, edge in enumerate(node.next_functions) if edge in places}
         if edges:
             node.register_hook(partial(_mark, edges))

@@ -63,8 +63,9 @@ class StepReads:
 
     Its code is followed into the functions and methods it calls that are the user's own. Of an object of which the code
     reads single attributes, these count; of one that is passed on or called, all that lies in it. Where a function
-    takes an attribute of what it is given, that may be any object that is passed on. Optimizers and schedulers are
-    watched elsewhere. What code does not name is not found: variables of libraries, and names made at run time.
+    takes an attribute of what it is given, that may be any object that is passed on. Groups and state of optimizers,
+    and schedulers, are watched elsewhere. What code does not name is not found: variables of libraries, and names made
+    at run time.
     """
 
     def __init__(self) -> None:
@@ -79,6 +80,7 @@ class StepReads:
         self._asked: dict[tuple[str, ...], None] = {}
         """Attributes that code takes from what it is given."""
         self._answered: set[tuple[int, tuple[str, ...]]] = set()
+        """Identities of objects and classes, with the attributes that were taken from them."""
 
     @property
     def places(self) -> list[Place]:

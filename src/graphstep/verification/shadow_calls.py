@@ -17,6 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from graphstep.capture.ambient import AmbientState
 from graphstep.capture.report import CaptureReport
+from graphstep.capture.saved_tensors import nodes_behind
 from graphstep.capture.tree import flatten, tensor_paths, unflatten
 from graphstep.engine import torch_private
 from graphstep.errors import ConfigError, Problem
@@ -357,15 +358,12 @@ def _with_gradient(result: Any) -> dict[int, Tensor]:
 def _sources(tensors: dict[int, Tensor]) -> dict[int, set[int]]:
     """For each tensor the others on the way of its backward."""
     positions = {tensor.grad_fn: position for position, tensor in tensors.items() if tensor.grad_fn is not None}
-    found: dict[int, set[int]] = {}
-    for node, position in positions.items():
-        below, waiting = {node}, [node]
-        while waiting:
-            inner = {each for each, _ in waiting.pop().next_functions if each is not None} - below
-            below |= inner
-            waiting += inner
-        found[position] = {positions[each] for each in below & positions.keys() if each is not node}
-    return found
+    return {
+        position: {
+            positions[each] for each in nodes_behind([tensors[position]]) if each in positions and each is not node
+        }
+        for node, position in positions.items()
+    }
 
 
 def _instead(gradient: Tensor, _found: Tensor) -> Tensor:
