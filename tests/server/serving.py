@@ -77,6 +77,11 @@ class RunningServer:
     def connect(self) -> socket.socket:
         return socket.create_connection(("127.0.0.1", self.port), timeout=20)
 
+    def stop(self) -> None:
+        """Stop it; from then on the engine is the caller's. May be called twice."""
+        self.server.stop()
+        self.thread.join(20)
+
     def is_idle(self) -> bool:
         """Does nobody hold a block, and does nobody wait?"""
         blocks = self.engine.blocks
@@ -123,8 +128,7 @@ def running(
         try:
             yield server
         finally:
-            server.server.stop()
-            server.thread.join(20)
+            server.stop()
         assert not server.thread.is_alive()
         assert not engine.has_work
         assert engine.blocks.num_available == engine.blocks.capacity
