@@ -12,6 +12,7 @@ from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, Final
 
 from torch import Tensor, nn
+from torch.autograd import Function
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -50,6 +51,9 @@ _OF_OPTIMIZERS: Final = frozenset(
     }
 )
 """Attributes of an optimizer that torch, its schedulers and scalers set, and that are watched elsewhere if at all."""
+
+_OF_FUNCTIONS: Final = ("forward", "setup_context", "backward", "vjp", "jvp", "vmap")
+"""Methods of a function of autograd."""
 
 _LAUNCHES: Final = frozenset({"step", "forward_backward", "__call__"})
 """Attributes of what launches graphs of its own."""
@@ -130,6 +134,10 @@ class StepReads:
             self._follow(function.func)
             self.add_values([*function.args, *function.keywords.values()])
         elif isinstance(function, MethodType):
+            if isinstance(function.__self__, type) and issubclass(
+                function.__self__, Function
+            ):  # a variable for ``apply``
+                self._follow_class(path, function.__self__, function.__name__)
             self._follow(function.__func__, function.__self__, path)
         elif isinstance(function, FunctionType):
             if _is_users(function):
@@ -249,6 +257,9 @@ class StepReads:
         """Read what the class of an object has under a name, if it is code."""
         kind = value if isinstance(value, type) else type(value)
         bound = GONE if isinstance(value, type) else value
+        if name == "apply" and issubclass(kind, Function):  # Autograd calls what the class has.
+            for part in _OF_FUNCTIONS:
+                self._follow_class(path, kind, part)
         # Those that are overridden may be called through super().
         for each in [vars(base)[name] for base in kind.__mro__ if name in vars(base)]:
             if isinstance(each, property):
