@@ -7,11 +7,13 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 from graphstep.capture.attributes import Attributes, FastLook
+from graphstep.errors import CaptureError
 
 
 class Block(nn.Module):
@@ -143,3 +145,16 @@ def test_values_are_put_back(model: nn.Sequential) -> None:
     assert before.changed() == []
     assert not hasattr(model[0], "extra")
     assert model[0].names == ["a", ["b"]]
+
+
+def test_arrays_get_their_content_back(model: nn.Sequential) -> None:
+    counts, large, words = np.arange(4).reshape(2, 2), np.zeros(1 << 18), np.array(["a", None])
+    model[0].counts, model[0].nested["large"], model[0].words = counts, large, words
+    before = noted(model).again()
+    assert [each.path for each in before.noted.arrays] == ["0.counts"]
+    counts[1, 0], large[0] = 7, 7.0
+    with pytest.raises(CaptureError, match=r"each run changes 0\.counts \(its content\)"):
+        before.refuse_changes("model", [])
+    before.put_back()
+    assert counts.tolist() == [[0, 1], [2, 3]]
+    assert large[0] == 7.0
