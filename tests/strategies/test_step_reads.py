@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -128,6 +129,7 @@ class Trainer:
         self.other = ReadsItInAMethod(4, 3).to(device)
         self.terms = {"one": [self.loss.by_the_global]}
         self.target = torch.zeros(3, device=device)
+        self.factors = np.ones(2)
         self.last: Tensor | None = None
         self.counts: dict[int, str] = {}
         self.history: list[Tensor] = []
@@ -208,6 +210,9 @@ class Trainer:
     def variable_for_its_apply(self, values: Tensor) -> Tensor:
         return self.backward(scaled_gradient(self.output(values)).square().mean())
 
+    def array(self, values: Tensor) -> Tensor:
+        return self.backward(self.output(values).square().mean() * float(self.factors[1]))
+
     def tensor(self, values: Tensor) -> Tensor:
         return self.backward((self.output(values) - self.target).square().mean())
 
@@ -268,6 +273,7 @@ CHANGES: dict[str, Callable[[Trainer], Any]] = {
     "attribute_of_a_function": lambda t: set_own_factor(3.0),
     "function_of_autograd": lambda t: setattr(Scaled, "factor", 3.0),
     "variable_for_its_apply": lambda t: setattr(Scaled, "factor", 3.0),
+    "array": lambda t: t.factors.fill(3.0),
     "tensor": replace_target,
 }
 

@@ -42,8 +42,9 @@ class Attributes:
     what lies in that, three levels deep; of more than a thousand entries in one place only their number. So do the own
     attributes and ``training`` of a module that lies there.
 
-    Numbers, strings and flags are compared by value, everything else by identity. ``training`` of the modules
-    themselves is left to the signature of the call, and so is ``forward`` of the first one, which is replaced.
+    Numbers, strings, flags and small arrays of numpy are compared by value, everything else by identity. ``training``
+    of the modules themselves is left to the signature of the call, and so is ``forward`` of the first one, which is
+    replaced.
 
     Args:
         modules: name and module, each once; first the one whose forward is captured.
@@ -253,6 +254,7 @@ class _Noted:
         found = [path for path, owner, key, value in self.entries if not _is_same(owner.get(key, GONE), value)]
         found += [p for p, owner, name, value in self.slots if not _is_same(getattr(owner, name, GONE), value)]
         found += [path for path, owner, size in self.large if len(owner) != size]
+        found += [each.path for each in self.arrays if each.has_changed()]
         for path, owner, before in self.sequences:
             if isinstance(owner, set) or len(owner) != len(before):
                 found += [path] if len(owner) != len(before) or owner != set(before) else []
