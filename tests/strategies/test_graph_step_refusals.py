@@ -280,3 +280,11 @@ def test_a_loss_that_is_to_be_used_outside_is_refused(device: torch.device) -> N
         return lambda batch: nn.functional.mse_loss(job.model(batch[0]), batch[1])
 
     assert "wants a gradient" in refusal(device, make)
+
+
+def test_a_module_of_jit_is_refused_by_name(device: torch.device) -> None:
+    def make(job: Job) -> Loop:
+        job.model = torch.jit.script(job.model)  # type: ignore[no-untyped-call]
+        return plain_step(job)
+
+    assert "modules of torch.jit cannot be captured" in refusal(device, make)

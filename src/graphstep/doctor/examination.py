@@ -158,6 +158,7 @@ class _Examination:
         modules = [module for _, module in self._parts.modules()]
         for function in self._target.functions:
             reads.add_function(function)
+        reads.add_optimizers(self._parts.optimizers)
         for module in [*modules, *reads.modules.values()]:
             for inner in module.modules():
                 for hook in _hooks_of(inner):

@@ -16,6 +16,7 @@ from functools import partial
 from typing import Any, Final
 
 import numpy as np
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -50,6 +51,7 @@ class PythonState:
     """
 
     def __init__(self, modules: Sequence[Named], places: Sequence[Place], optimizers: Sequence[Optimizer]) -> None:
+        modules = [each for each in modules if not isinstance(each[1], torch.jit.ScriptModule)]
         self._modules = modules
         self._attributes = Attributes(modules, places=[place for place in places if place.key not in _SKIPPED])
         self._groups = [group for optimizer in optimizers for group in optimizer.param_groups]

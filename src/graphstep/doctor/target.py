@@ -55,7 +55,7 @@ def target_of(step: Any, batches: Iterable[Any], name: str = "") -> Target:
         what = f"{name} is {_article(type(step).__name__)}, and cannot be called"
         raise UserInputError(Problem("target-not-callable", what, name, "name a function that makes one step"))
     if isinstance(step, nn.Module):
-        forward = type(step).forward
+        forward = inspect.getattr_static(type(step), "forward", step)
         return Target(
             name=name, step=trained(step), batches=batches, where=_defined_at(forward, name), functions=[step.forward]
         )
@@ -114,6 +114,15 @@ def takes_arguments(function: Callable[..., Any]) -> bool:
         return bool(inspect.signature(function).parameters)
     except (TypeError, ValueError):
         return True
+
+
+def takes_any(function: Any) -> bool:
+    """True if it takes any number of arguments, or any named ones."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        return False
+    return any(each.kind in (each.VAR_POSITIONAL, each.VAR_KEYWORD) for each in parameters)
 
 
 def _takes_one(signature: inspect.Signature) -> bool:

@@ -113,7 +113,8 @@ class StepReads:
         for root in modules:
             for module in root.modules():
                 self._kinds[type(module)] = None
-                self._follow(module.__dict__.get("forward", type(module).forward))
+                # Not asked of the class itself, since that of a scripted module answers for its objects alone.
+                self._follow(module.__dict__.get("forward", inspect.getattr_static(type(module), "forward", None)))
 
     def add_optimizers(self, optimizers: Iterable[Optimizer]) -> None:
         """What optimizers of the user's own keep besides groups and state, and what the code of their step reads."""
