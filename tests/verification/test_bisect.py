@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -167,6 +168,28 @@ class Around(faulty.Plain):
         return super().forward(y)
 
 
+class Record(NamedTuple):
+    hidden: Tensor
+
+
+class OnResultInRecord(HookOnGradient):
+    """Records are handed on as they are, with no alias in them."""
+
+    def forward(self, x: Tensor) -> Record:
+        y = super().forward(x)
+        y.register_hook(self.spoil)
+        return Record(y)
+
+
+class AroundRecord(faulty.Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.deep = OnResultInRecord()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.deep(x).hidden)
+
+
 class OnResultBesideWrites(HookOnGradient):
     """It writes into its argument too, so that modules get no aliases of theirs."""
 
@@ -184,6 +207,7 @@ class OnResultBesideWrites(HookOnGradient):
         (OnResultOfInner, "blocks.1"),
         (OnWrittenResultOfInner, "blocks.1"),
         (Around, "blocks.1.deep"),
+        (AroundRecord, "blocks.1.deep"),
         (OnResultBesideWrites, "blocks.1"),
     ],
     ids=lambda value: value if isinstance(value, str) else value.__name__,
