@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -81,11 +81,41 @@ class Relay(Protocol):
     def results(self, first: int, /) -> tuple[Tensor, ...]:
         """Tensors over the outputs of each step from there on, without a history."""
 
-    def holds_backward(self, versions: list[list[int]], gradients: tuple[Tensor | None, ...], /) -> bool:
-        """True if surely all backward halves may run for gradients of the last step's results alone."""
+    def backward(
+        self, session: Any, grad_outputs: tuple[Tensor | None, ...], incoming: tuple[Tensor | None, ...], /
+    ) -> None:
+        """All backward halves may be launched one after the other, where all of them are wanted.
 
-    def holds_homes(self) -> bool:
-        """True if surely all gradients are where backward halves write them."""
+        Args:
+            session: has ``is_closed``, ``ahead`` and ``settle_ahead()``.
+            grad_outputs: where the gradients of the last step's results are read.
+            incoming: gradients that autograd is given: of the first step's inputs, then of parameters.
+        """
+
+    def replay(
+        self,
+        run: Any,
+        stop: int,
+        tensors: Sequence[Tensor],
+        leaves: tuple[Tensor, ...],
+        landmarks: list[Tensor],
+        skipped: list[int],
+        /,
+    ) -> tuple[Tensor, ...]:
+        """Results of ``run.forward(stop, tensors)``, with a history.
+
+        Its backward launches all backward halves if surely nothing has changed, and else gives the gradients that
+        ``run.replayed_backward(gradients, accumulates_all)`` returns for the leaves.
+
+        Args:
+            run: a :class:`ChainRun`.
+            stop: for ``forward``.
+            tensors: for ``forward``.
+            leaves: tensors that want a gradient.
+            landmarks: parameters whose gradients the backward halves accumulate: a backward pass towards them alone
+                comes by here.
+            skipped: positions of results without a gradient.
+        """
 
     def launch_backward(self) -> None:
         """Launch them all, last first."""

@@ -30,7 +30,8 @@ def add_backward(fast: FastPath, chain: Chain) -> None:
         relay = fast.Relay(chain.lane)
         nobody = fast.Call(_never, _never, False)
         _describe(relay, chain, 0, (fast.Facts(), None, nobody), ())
-        chain.relay = NativeRelay(relay, pair.signature.ambient.key, _add_homes(relay, chain))
+        _add_backward_halves(relay, chain)
+        chain.relay = NativeRelay(relay, pair.signature.ambient.key)
 
 
 def callable_facts(fast: FastPath, pair: GraphPair, attributes: Attributes | None, watched: Watched) -> Facts | None:
@@ -70,7 +71,8 @@ def add_relay(fast: FastPath, chain: Chain, regions: Mapping[Region, RegionCalls
     for index, pair in enumerate(pairs):
         if not _add_step(fast, relay, chain, index, regions[pair.region]):
             return
-    chain.relay = NativeRelay(relay, ambient.key, _add_homes(relay, chain))
+    _add_backward_halves(relay, chain)
+    chain.relay = NativeRelay(relay, ambient.key)
 
 
 def add_starts(fast: FastPath, calls: RegionCalls) -> None:
@@ -92,7 +94,6 @@ def _is_common(pair: GraphPair) -> bool:
     return (
         form_is_plain
         and not isinstance(pair, GraphTriple)
-        and pair.kept is None
         and not pair.left.places
         and not pair.poisons
         and not any(output.is_inference() for output in pair.outputs)
@@ -130,6 +131,7 @@ def _describe(
         (pair.forward_position, pair.backward_position),
         pair.form.is_plain_tuple,
         pair.forward is not None and chain.read_ahead(index) is not None,
+        pair.forward is None and pair.kept is not None,
         tuple(pair.outputs),
         tuple(reads),
         tuple(pair.trained),
@@ -138,14 +140,21 @@ def _describe(
     )
 
 
-def _add_homes(relay: Relay, chain: Chain) -> bool:
-    """Tell where gradients live; False if backward halves are not all launched one after the other."""
+def _add_backward_halves(relay: Relay, chain: Chain) -> None:
+    """Tell where gradients come from, go and live, if backward halves are launched one after the other."""
+    pairs = chain.pairs
+    first, last = pairs[0], pairs[-1]
+    graphs = [pairs[start:stop] for start, stop in by_graph(pairs)]
+    if len(last.grad_outputs) != len(last.outputs) or any(graph[-1].backward is None for graph in graphs):
+        return
+    for pair, following in zip(pairs, [*pairs[1:], None], strict=True):
+        given = last.grad_outputs if pair is last else [None] * len(pair.outputs)
+        if pair.not_reached_from(given, following):
+            return  # Of these, gradients that the loss does not reach are taken back after each replay.
     for home in chain.all_homes():
         relay.home(home, home.leaf, home.address, home.is_main_grad)
-    graphs = [chain.pairs[start:stop] for start, stop in by_graph(chain.pairs)]
-    return all(graph[-1].backward is not None for graph in graphs) and not any(
-        pair.not_reached_may_differ for pair in chain.pairs
-    )
+    wanted = [g for g, tensor in zip(first.grad_inputs, first.inputs, strict=True) if tensor.requires_grad]
+    relay.backward(first.session, tuple(last.grad_outputs), (*wanted, *first.exposed_gradients))
 
 
 def _add_modes(facts: Facts, pair: GraphPair) -> bool:
