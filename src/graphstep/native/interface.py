@@ -39,6 +39,13 @@ class Facts(Protocol):
         """True if surely all of it is so."""
 
 
+class Pattern(Protocol):
+    """What the arguments of a call look like."""
+
+    def flat(self, arguments: tuple[Any, ...], named: dict[str, Any], /) -> tuple[Tensor, ...] | None:
+        """The tensors of a call that surely fits, each another one; ``None``: look closer."""
+
+
 class Call(Protocol):
     """Stands where a captured layer is called."""
 
@@ -126,6 +133,9 @@ class FastPath(Protocol):
 
     def Facts(self) -> Facts:  # noqa: N802
         """Without any."""
+
+    def Pattern(self, arguments: tuple[Any, ...], named: tuple[Any, ...], /) -> Pattern:  # noqa: N802
+        """Trees: see ``read_shape`` in the source."""
 
     def Relay(self, lane: Any, /) -> Relay:  # noqa: N802
         """Without steps."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -15,10 +15,11 @@ from graphstep.capture.graph_triple import GraphTriple
 from graphstep.capture.manifest import Watched
 from graphstep.capture.merged_backward import by_graph
 from graphstep.capture.region import Region
+from graphstep.capture.signature import Signature, TensorLayout
+from graphstep.capture.tree import Node, Value
 from graphstep.engine import compiled_part, kernel_switches
 from graphstep.errors import LifecycleError
-from graphstep.native.interface import Call, Facts, FastPath, Relay
-from graphstep.strategies.callable_checks import layout_guard
+from graphstep.native.interface import Call, Facts, FastPath, Pattern, Relay
 from graphstep.strategies.local_calls import RegionCalls, Start
 
 
@@ -76,17 +77,49 @@ def add_relay(fast: FastPath, chain: Chain, regions: Mapping[Region, RegionCalls
 
 
 def add_starts(fast: FastPath, calls: RegionCalls) -> None:
-    """Tell a region which of its calls surely begin a run: those with plain tensors, and one set of graphs."""
+    """Tell a region which of its calls surely begin a run: those with plain arguments, and one set of graphs."""
     starts = []
     for signature, links in calls.links.items():
-        guard = layout_guard(signature)
-        if guard is None or len(links) != 1 or signature.repeated:
+        pattern = pattern_of(fast, signature)
+        if pattern is None or len(links) != 1:
             continue
         chain, index = links[0]
         pair, facts = chain.pairs[index], fast.Facts()
         if calls.add_facts(facts, pair) and _add_modes(facts, pair):
-            starts.append(Start(chain, index, guard, facts))
+            starts.append(Start(chain, index, pattern, facts))
     calls.starts = tuple(starts)
+
+
+def pattern_of(fast: FastPath, signature: Signature) -> Pattern | None:
+    """What the arguments of a call with this signature look like; ``None`` if the compiled part cannot tell."""
+    structure, layouts = signature.structure, iter(signature.layouts)
+    if signature.repeated or not isinstance(structure, Node) or len(structure.children) != 2:
+        return None
+    trees = [_tree(child, layouts) for child in structure.children]
+    return None if None in trees else fast.Pattern(*(tree for tree in trees if tree is not None))
+
+
+def _tree(structure: Node | Value, layouts: Iterator[TensorLayout]) -> tuple[Any, ...] | None:
+    if isinstance(structure, Value):
+        return "value", structure.value
+    if structure.kind is None:
+        each = next(layouts)
+        return (
+            "tensor",
+            each.shape,
+            each.stride,
+            each.dtype,
+            each.device,
+            each.requires_grad,
+            each.is_conj,
+            each.is_neg,
+        )
+    known: dict[type, str] = {tuple: "tuple", list: "list", dict: "dict"}
+    word = known.get(structure.kind)
+    children = [_tree(child, layouts) for child in structure.children]
+    if word is None or None in children:
+        return None
+    return (word, tuple(children), structure.names) if word == "dict" else (word, tuple(children))
 
 
 def _is_common(pair: GraphPair) -> bool:
