@@ -237,7 +237,8 @@ def test_many_passes_leave_no_memory(fast: FastPath) -> None:
 @pytest.mark.parametrize("loop", ["none", "zeros", "kept", "own"])
 def test_gradients_go_where_the_loop_has_them(fast: FastPath, monkeypatch: pytest.MonkeyPatch, loop: str) -> None:
     del fast
-    launched: list[int] = []
+    looked: list[int] = []
+    settled: list[int] = []
 
     def gradients(model: Model, session: CudaGraphManager | None) -> list[Tensor]:
         found: list[Tensor] = []
@@ -257,12 +258,15 @@ def test_gradients_go_where_the_loop_has_them(fast: FastPath, monkeypatch: pytes
         return found
 
     monkeypatch.setenv(VARIABLE, "required")
-    plain = ChainRun._launch_all
-    monkeypatch.setattr(ChainRun, "_launch_all", lambda run, given: launched.append(1) or plain(run, given))
+    launch, closer = ChainRun._launch_all, ChainRun.replayed_backward
+    monkeypatch.setattr(ChainRun, "_launch_all", lambda run, given: settled.append(1) or launch(run, given))
+    monkeypatch.setattr(ChainRun, "replayed_backward", lambda run, *given: looked.append(1) or closer(run, *given))
     model = Model()
     with attached(model, 1) as session:
         assert equal(gradients(model, session), gradients(Model(), None))
-    assert len(launched) == 5
+        assert sum(row.num_replays for row in session.report().rows) == 5 * NUM_LAYERS
+    assert not looked, "the common case is left to the compiled part"
+    assert len(settled) == {"zeros": 0, "own": 4}.get(loop, 5)  # Gradients are at home after the capture.
 
 
 class Twice(nn.Module):

@@ -42,8 +42,6 @@ class NativeRelay:
     relay: Relay
     ambient: tuple[Any, ...]
     """The modes around its calls."""
-    has_plain_backward: bool
-    """Its backward halves are launched one after the other, where all of them are wanted."""
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)

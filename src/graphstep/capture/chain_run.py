@@ -112,8 +112,12 @@ class ChainRun:
         for lane, span in self._reads:
             lane.enter(span)
         chain.lane.enter(self.span)
-        leaves = (*wanted, *pair.exposed, *reached, chain.anchor)
-        flat: tuple[Tensor, ...] = _apply(self, stop, loaded or tensors, *leaves)
+        leaves, given = (*wanted, *pair.exposed), loaded or tensors
+        flat: tuple[Tensor, ...]
+        if chain.relay is not None:
+            flat = chain.relay.relay.replay(self, stop, given, leaves, reached, self.not_differentiable(stop))
+        else:
+            flat = _apply(self, stop, given, *leaves, *reached, chain.anchor)
         self._note(first, pair)
         self._read = [(pair.inputs[n], pair.inputs[n]._version, n in pair.saved_inputs) for n in pair.chained]
         handles: list[list[Tensor]] = []
@@ -220,8 +224,12 @@ class ChainRun:
         """Positions, among the results of :meth:`forward`, of those without a gradient."""
         return self.chain.not_differentiable(self.first, stop)
 
-    def check_backward(self, node: Any) -> None:
-        """Refuse a backward that the recordings cannot give.
+    def replayed_backward(self, gradients: Sequence[Tensor | None], accumulates_all: bool) -> list[Tensor | None]:
+        """Refuse a backward that the recordings cannot give; else see :meth:`backward`.
+
+        Args:
+            gradients: of all results, in the order of :meth:`forward`.
+            accumulates_all: the backward pass reaches all leaves. Not so in ``autograd.grad``, for example.
 
         Raises:
             LifecycleError: it has run before, second derivatives are wanted, or only gradients of chosen tensors are.
@@ -241,13 +249,14 @@ class ChainRun:
                 where=where,
                 fix="add up the losses and call backward once, or leave this module out of the captured ones",
             )
-        if any(pair.accumulates for pair in pairs) and not torch_private.will_accumulate(node):
+        if not accumulates_all and any(pair.accumulates for pair in pairs):
             raise LifecycleError(
                 "gradients of chosen tensors were asked for (autograd.grad, or backward with inputs=...); the captured "
                 "backward would also add to the gradients of its parameters",
                 where=where,
                 fix="call backward() and read .grad of the tensors, or leave this module out of the captured ones",
             )
+        return self.backward(gradients)
 
     def backward(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Run the backward halves of what has run forward, last first.
@@ -268,8 +277,6 @@ class ChainRun:
         done[0].session.settle_ahead()
         if self._before_backward is not None:
             self._before_backward(done[-1])
-        if self._is_plain(gradients):
-            return self._launch_all(gradients)
         given = self._checked(done, gradients)
         # What came after the last result with a gradient has none, and takes no part.
         num_reached = len(given)
@@ -323,24 +330,12 @@ class ChainRun:
                 pair.poison_dead()
         return results
 
-    def _is_plain(self, gradients: Sequence[Tensor | None]) -> bool:
-        """True if surely all backward halves are wanted, nothing has changed, and nobody has to be told."""
-        native = self.chain.relay
-        return (
-            native is not None
-            and native.has_plain_backward
-            and self.first == 0
-            and type(gradients) is tuple
-            and not any(tensor._version != version for tensor, version, _ in self._read)
-            and native.relay.holds_backward(self._versions, gradients)
-        )
-
     def _launch_all(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Launch all backward halves; see :meth:`backward`."""
+        """Launch all backward halves where surely only gradients are not at home; called by the compiled part."""
         native = self.chain.relay
         if native is None:
             raise LifecycleError("there is nothing to launch", where=self.chain.pairs[0].region.name)
-        guests = {} if native.relay.holds_homes() else self.chain.settle(self.chain.pairs)
+        guests = self.chain.settle(self.chain.pairs)
         self._has_run = True
         first, last = self.chain.pairs[0], self.chain.pairs[-1]
         last.load_output_gradients(gradients[len(gradients) - len(last.outputs) :], is_chained=False)
@@ -444,8 +439,9 @@ class Replay(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         """Replay the backward halves, once, if they can give what is asked for."""
         run: ChainRun = ctx.run
-        run.check_backward(ctx.next_functions[-1][0])
-        return (None, None, None, *run.backward(gradients), *([None] * run.num_landmarks), None)
+        accumulates_all = torch_private.will_accumulate(ctx.next_functions[-1][0])
+        found = run.replayed_backward(gradients, accumulates_all)
+        return (None, None, None, *found, *([None] * run.num_landmarks), None)
 
 
 _apply: Final = compiled_part.apply_of(Replay)

@@ -6,6 +6,7 @@
 #include <Python.h>
 #include <structmember.h>
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <exception>
@@ -24,14 +25,17 @@ namespace {
 
 // ----- small things
 
-PyObject* names[12];  // Interned names of attributes, in the order of the enumeration.
+PyObject* names[25];  // Interned names of attributes, in the order of the enumeration.
 enum Name {
   LATEST, CURRENT, MANUAL_HOOK, FORWARD_POSITION, BACKWARD_POSITION, NUM_IN_FLIGHT, NUM_REPLAYS, NUM_LAUNCHES, OWNER,
-  NOTE_LAUNCH, MAIN_GRAD, SHOWN
+  NOTE_LAUNCH, MAIN_GRAD, SHOWN, HAS_RUN, IS_CLOSED, AHEAD, READ, VERSIONS, BEFORE_BACKWARD, LAUNCH_ALL, CLOSE,
+  REPLAYED_BACKWARD, FORWARD, UNDO_AHEAD, AHEAD_OF_CALLS, SETTLE_AHEAD
 };
 const char* const name_texts[] = {
     "latest", "current", "manual_hook", "forward_position", "backward_position", "num_in_flight", "num_replays",
-    "num_launches", "owner", "_note_launch", "main_grad", "shown"};
+    "num_launches", "owner", "_note_launch", "main_grad", "shown", "_has_run", "is_closed", "ahead", "_read",
+    "_versions", "_before_backward", "_launch_all", "close", "replayed_backward", "forward", "undo_ahead",
+    "_ahead", "settle_ahead"};
 PyObject* one;
 
 bool keep(PyObject* kept, PyObject* object) { return PyList_Append(kept, object) == 0; }
@@ -66,6 +70,15 @@ bool count_up(PyObject* object, Name name) {
   if (after == nullptr) return false;
   int failed = PyObject_SetAttr(object, names[name], after);
   Py_DECREF(after);
+  return failed == 0;
+}
+
+// del object.name[0]
+bool forget_first(PyObject* object, Name name) {
+  PyObject* list = PyObject_GetAttr(object, names[name]);
+  if (list == nullptr) return false;
+  int failed = PySequence_DelItem(list, 0);
+  Py_DECREF(list);
   return failed == 0;
 }
 

@@ -3,12 +3,13 @@
 // Every answer is "surely as it was" or "look closer"; who gets the second one looks closer in Python, and finds out
 // there what has changed and what that means. So nothing is decided here that Python would decide in another way.
 //
-// Types: Facts (what must be as it was), Relay (the steps of a chain of captured layers), Call (stands where a layer is
+// Types: Facts (what must be as it was), Pattern (what arguments look like), Relay (the steps of a chain of captured layers), Call (stands where a layer is
 // called, and knows the passage that expects it), Passage (one forward pass through a relay, under way).
 //
 // Each object keeps whatever it refers to in one Python list, `kept`; all other pointers are borrowed from there.
 
 #include "passage.hpp"
+#include "pattern.hpp"
 
 namespace {
 
@@ -42,6 +43,7 @@ PyMODINIT_FUNC PyInit_fast_path() {
   }
   one = PyLong_FromLong(1);
   facts_type = make_type<FactList>("fast_path.Facts", sizeof(Facts), facts_methods, nullptr);
+  pattern_type = make_type<PatternValue>("fast_path.Pattern", sizeof(Pattern), pattern_methods, pattern_init);
   relay_type = make_type<StepList>("fast_path.Relay", sizeof(Relay), relay_methods, relay_init);
   PyType_Slot passage_slots[] = {
       {Py_tp_traverse, reinterpret_cast<void*>(passage_traverse)},
@@ -67,10 +69,11 @@ PyMODINIT_FUNC PyInit_fast_path() {
       call_slots};
   call_type = reinterpret_cast<PyTypeObject*>(PyType_FromSpec(&call_spec));
   PyObject* module = PyModule_Create(&definition);
-  if (module == nullptr || one == nullptr || facts_type == nullptr || relay_type == nullptr ||
+  if (module == nullptr || one == nullptr || facts_type == nullptr || pattern_type == nullptr || relay_type == nullptr ||
       passage_type == nullptr || call_type == nullptr)
     return nullptr;
   if (PyModule_AddObjectRef(module, "Facts", reinterpret_cast<PyObject*>(facts_type)) != 0 ||
+      PyModule_AddObjectRef(module, "Pattern", reinterpret_cast<PyObject*>(pattern_type)) != 0 ||
       PyModule_AddObjectRef(module, "Relay", reinterpret_cast<PyObject*>(relay_type)) != 0 ||
       PyModule_AddObjectRef(module, "Call", reinterpret_cast<PyObject*>(call_type)) != 0)
     return nullptr;

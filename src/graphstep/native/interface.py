@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -37,6 +37,13 @@ class Facts(Protocol):
 
     def hold(self) -> bool:
         """True if surely all of it is so."""
+
+
+class Pattern(Protocol):
+    """What the arguments of a call look like."""
+
+    def flat(self, arguments: tuple[Any, ...], named: dict[str, Any], /) -> tuple[Tensor, ...] | None:
+        """The tensors of a call that surely fits, each another one; ``None``: look closer."""
 
 
 class Call(Protocol):
@@ -81,11 +88,41 @@ class Relay(Protocol):
     def results(self, first: int, /) -> tuple[Tensor, ...]:
         """Tensors over the outputs of each step from there on, without a history."""
 
-    def holds_backward(self, versions: list[list[int]], gradients: tuple[Tensor | None, ...], /) -> bool:
-        """True if surely all backward halves may run for gradients of the last step's results alone."""
+    def backward(
+        self, session: Any, grad_outputs: tuple[Tensor | None, ...], incoming: tuple[Tensor | None, ...], /
+    ) -> None:
+        """All backward halves may be launched one after the other, where all of them are wanted.
 
-    def holds_homes(self) -> bool:
-        """True if surely all gradients are where backward halves write them."""
+        Args:
+            session: has ``is_closed``, ``ahead`` and ``settle_ahead()``.
+            grad_outputs: where the gradients of the last step's results are read.
+            incoming: gradients that autograd is given: of the first step's inputs, then of parameters.
+        """
+
+    def replay(
+        self,
+        run: Any,
+        stop: int,
+        tensors: Sequence[Tensor],
+        leaves: tuple[Tensor, ...],
+        landmarks: list[Tensor],
+        skipped: list[int],
+        /,
+    ) -> tuple[Tensor, ...]:
+        """Results of ``run.forward(stop, tensors)``, with a history.
+
+        Its backward launches all backward halves if surely nothing has changed, and else gives the gradients that
+        ``run.replayed_backward(gradients, accumulates_all)`` returns for the leaves.
+
+        Args:
+            run: a :class:`ChainRun`.
+            stop: for ``forward``.
+            tensors: for ``forward``.
+            leaves: tensors that want a gradient.
+            landmarks: parameters whose gradients the backward halves accumulate: a backward pass towards them alone
+                comes by here.
+            skipped: positions of results without a gradient.
+        """
 
     def launch_backward(self) -> None:
         """Launch them all, last first."""
@@ -96,6 +133,9 @@ class FastPath(Protocol):
 
     def Facts(self) -> Facts:  # noqa: N802
         """Without any."""
+
+    def Pattern(self, arguments: tuple[Any, ...], named: tuple[Any, ...], /) -> Pattern:  # noqa: N802
+        """Trees: see ``read_shape`` in the source."""
 
     def Relay(self, lane: Any, /) -> Relay:  # noqa: N802
         """Without steps."""

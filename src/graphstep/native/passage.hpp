@@ -2,7 +2,7 @@
 
 #pragma once
 
-#include "relay.hpp"
+#include "node.hpp"
 
 namespace {
 
@@ -13,30 +13,43 @@ void let_go(Call* call) {
   Py_XDECREF(passage);
 }
 
-// A passage that expects nothing any more.
-void end(Passage* self) {
+// A passage that expects nothing any more. What was launched ahead for calls that will not come is undone, unless others
+// go on with the run. False, with Python's error set, if that cannot be done.
+bool end(Passage* self, bool goes_on = false) {
   Way& way = self->value;
-  if (way.relay == nullptr) return;
+  if (way.relay == nullptr) return true;
   if (way.is_running) {
     way.is_doomed = true;
-    return;
+    return true;
   }
   Py_INCREF(self);
   auto* call = reinterpret_cast<Call*>(way.relay->value.steps[way.next].call);
   PyObject* kept = std::exchange(self->kept, PyList_New(0));
   PyObject* watchers = std::exchange(way.watchers, nullptr);
   PyObject* handles = way.handles;
+  PyObject* run = way.relay->value.keeps_state && !goes_on ? way.run : nullptr;
   way = Way();
   if (call->value.passage == self) let_go(call);
   if (PyList_Check(handles)) PyList_SetSlice(handles, 0, PyList_GET_SIZE(handles), nullptr);
   Py_XDECREF(watchers);
+  PyObject* nothing = run == nullptr ? Py_NewRef(Py_None) : PyObject_CallMethodNoArgs(run, names[UNDO_AHEAD]);
+  Py_XDECREF(nothing);
   Py_XDECREF(kept);
   Py_DECREF(self);
+  return nothing != nullptr;
+}
+
+// The same where an error is under way, or nobody is there to be told of one.
+void end_anyway(Passage* self) {
+  PyObject *kind, *error, *trace;
+  PyErr_Fetch(&kind, &error, &trace);
+  if (!end(self)) PyErr_WriteUnraisable(reinterpret_cast<PyObject*>(self));
+  PyErr_Restore(kind, error, trace);
 }
 
 // What was handed out is gone: nobody can call the next layer with it.
 PyObject* passage_gone(PyObject* object, PyObject*) {
-  end(reinterpret_cast<Passage*>(object));
+  if (!end(reinterpret_cast<Passage*>(object))) return nullptr;
   Py_RETURN_NONE;
 }
 
@@ -69,7 +82,7 @@ bool arm(Passage* self) {
   // From here on only the caller keeps them.
   if (PyList_SetItem(way.handles, static_cast<Py_ssize_t>(way.next - way.first - 1), empty) != 0) return false;
   auto* call = reinterpret_cast<Call*>(relay.steps[way.next].call);
-  if (call->value.passage != nullptr) end(call->value.passage);
+  if (call->value.passage != nullptr && !end(call->value.passage)) return false;
   let_go(call);
   Py_INCREF(self);
   call->value.passage = self;
@@ -134,6 +147,7 @@ PyObject* advance(Passage* self, bool takes_first) {
     Py_DECREF(hook);
   }
   if (step.launch != Py_None && !launch(step.launch, step.stats)) return nullptr;
+  if (step.is_kept && !forget_first(way.run, AHEAD_OF_CALLS)) return nullptr;  // Its call has come.
   PyObject* versions = PyList_New(static_cast<Py_ssize_t>(step.outputs.size()));
   if (versions == nullptr) return nullptr;
   // Anything that autograd saved from the last replay's outputs is now stale; autograd checks versions. Those that share
@@ -240,8 +254,8 @@ PyMethodDef relay_methods[] = {
     {"begin", guarded<relay_begin>, METH_VARARGS, "begin(run, span, versions, handles, arguments, named, ambient, first)"},
     {"landmarks", guarded<relay_landmarks>, METH_O, "landmarks(first): parameters whose gradients tell which pass it is."},
     {"results", guarded<relay_results>, METH_O, "results(first): tensors over the outputs of all steps from there on."},
-    {"holds_backward", guarded<relay_holds_backward>, METH_VARARGS, "holds_backward(versions, gradients) -> bool"},
-    {"holds_homes", guarded<relay_holds_homes>, METH_NOARGS, "holds_homes() -> bool"},
+    {"backward", guarded<relay_backward>, METH_VARARGS, "backward(session, grad_outputs, incoming): see the source."},
+    {"replay", guarded<relay_replay>, METH_VARARGS, "replay(run, stop, tensors, leaves, landmarks, skipped): see the source."},
     {"launch_backward", guarded<relay_launch_backward>, METH_NOARGS, "launch_backward(): launch all backward halves, last first."},
     {nullptr, nullptr, 0, nullptr}};
 
@@ -319,7 +333,7 @@ bool hand_over(Call* self) {
     Py_DECREF(passage);
     return false;
   }
-  end(passage);
+  end(passage, true);
   Py_DECREF(passage);
   PyObject* nothing = PyObject_CallObject(self->value.resume, state);
   Py_DECREF(state);
@@ -356,10 +370,7 @@ PyObject* call_vectorcall(PyObject* object, PyObject* const* arguments, size_t f
     bool is_over = way.is_doomed || (is_match && result == nullptr);
     bool is_well = true;
     if (is_over) {
-      PyObject *kind, *error, *trace;
-      PyErr_Fetch(&kind, &error, &trace);
-      end(passage);
-      PyErr_Restore(kind, error, trace);
+      end_anyway(passage);
     } else if (!is_match && self->value.passage == passage) {
       is_well = hand_over(self);
     }
@@ -396,7 +407,7 @@ int call_init(PyObject* object, PyObject* arguments, PyObject*) {
 // Expect it no more, and let go of the results that were not asked for.
 PyObject* call_drop(PyObject* object, PyObject*) {
   Passage* passage = reinterpret_cast<Call*>(object)->value.passage;
-  if (passage != nullptr) end(passage);
+  if (passage != nullptr && !end(passage)) return nullptr;
   Py_RETURN_NONE;
 }
 
@@ -428,7 +439,7 @@ void call_free(PyObject* object) {
   PyTypeObject* type = Py_TYPE(object);
   PyObject_GC_UnTrack(object);
   Passage* passage = reinterpret_cast<Call*>(object)->value.passage;
-  if (passage != nullptr) end(passage);
+  if (passage != nullptr) end_anyway(passage);
   call_clear(object);
   type->tp_free(object);
   Py_DECREF(type);

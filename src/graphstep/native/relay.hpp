@@ -21,6 +21,7 @@ struct Step {
   PyObject* backward_position = nullptr;
   bool is_tuple = false;        // the result: one tensor, or a tuple of them
   bool notes_launch = false;
+  bool is_kept = false;         // launched with the step before, and what it writes can be put back
   std::vector<PyObject*> outputs, reads, trained, accumulated;
   std::vector<bool> has_gradient;  // for each output, whether the backward half takes one
 };
@@ -37,6 +38,11 @@ struct Handed {
 };
 struct StepList {
   PyObject* lane = nullptr;
+  PyObject* session = nullptr;
+  bool has_plain_backward = false;  // its backward halves are launched one after the other, where all are wanted
+  bool keeps_state = false;         // what a step writes that was launched with one before can be put back
+  std::vector<PyObject*> grad_outputs;  // of the last step; tensors or None
+  std::vector<PyObject*> incoming;      // gradients that autograd is given: of the inputs, then of parameters; or None
   std::vector<Step> steps;
   std::vector<Handed> handed;
   std::vector<Home> homes;
@@ -98,22 +104,24 @@ bool tensors_into(std::vector<PyObject*>& found, PyObject* list) {
 }
 
 // step(facts, calls, call, pair, stats, launch, relaunch, (forward position, backward position), is_tuple, notes_launch,
-//      outputs, reads, trained, accumulated, has_gradient)
+//      is_kept, outputs, reads, trained, accumulated, has_gradient)
 PyObject* relay_step(PyObject* object, PyObject* arguments) {
   auto* self = reinterpret_cast<Relay*>(object);
   Step step;
   PyObject *facts, *positions, *outputs, *reads, *trained, *accumulated, *has_gradient;
-  int is_tuple, notes_launch;
+  int is_tuple, notes_launch, is_kept;
   if (!PyArg_ParseTuple(
-          arguments, "O!OO!OOOOO!ppO!O!O!O!O!", facts_type, &facts, &step.calls, call_type, &step.call, &step.pair,
-          &step.stats, &step.launch, &step.relaunch, &PyTuple_Type, &positions, &is_tuple, &notes_launch, &PyTuple_Type,
-          &outputs, &PyTuple_Type, &reads, &PyTuple_Type, &trained, &PyTuple_Type, &accumulated, &PyTuple_Type,
+          arguments, "O!OO!OOOOO!pppO!O!O!O!O!", facts_type, &facts, &step.calls, call_type, &step.call, &step.pair,
+          &step.stats, &step.launch, &step.relaunch, &PyTuple_Type, &positions, &is_tuple, &notes_launch, &is_kept,
+          &PyTuple_Type, &outputs, &PyTuple_Type, &reads, &PyTuple_Type, &trained, &PyTuple_Type, &accumulated, &PyTuple_Type,
           &has_gradient))
     return nullptr;
   if (!PyArg_ParseTuple(positions, "OO", &step.forward_position, &step.backward_position)) return nullptr;
   step.facts = &reinterpret_cast<Facts*>(facts)->value;
   step.is_tuple = is_tuple != 0;
   step.notes_launch = notes_launch != 0;
+  step.is_kept = is_kept != 0;
+  self->value.keeps_state = self->value.keeps_state || step.is_kept;
   if (!tensors_into(step.outputs, outputs) || !tensors_into(step.reads, reads) ||
       !tensors_into(step.trained, trained) || !tensors_into(step.accumulated, accumulated))
     return nullptr;
@@ -125,9 +133,9 @@ PyObject* relay_step(PyObject* object, PyObject* arguments) {
   }
   step.owner = PyObject_GetAttr(step.pair, names[OWNER]);
   if (step.owner == nullptr) return nullptr;
-  bool is_kept = is_open(self->kept) && keep(self->kept, arguments) && keep(self->kept, step.owner);
+  bool is_held = is_open(self->kept) && keep(self->kept, arguments) && keep(self->kept, step.owner);
   Py_DECREF(step.owner);
-  if (!is_kept) return nullptr;
+  if (!is_held) return nullptr;
   self->value.steps.push_back(std::move(step));
   Py_RETURN_NONE;
 }
@@ -189,41 +197,31 @@ bool home_holds(const Home& home) {
   return THPVariable_Unpack(home.leaf).grad().unsafeGetTensorImpl() == impl_of(shown);
 }
 
-// holds_backward(versions, gradients): True if surely all backward halves may be launched, one after the other, for
-// gradients of the last step's results alone.
-PyObject* relay_holds_backward(PyObject* object, PyObject* arguments) {
-  auto& value = reinterpret_cast<Relay*>(object)->value;
-  PyObject *versions, *gradients;
-  if (!PyArg_ParseTuple(arguments, "O!O!", &PyList_Type, &versions, &PyTuple_Type, &gradients)) return nullptr;
-  if (PyList_GET_SIZE(versions) != static_cast<Py_ssize_t>(value.steps.size())) Py_RETURN_FALSE;
-  Py_ssize_t at = 0;
+// True if surely all backward halves may be launched, one after the other, for gradients of the last step's results
+// alone. `is_given` tells which of the results of all steps have one.
+template <class IsGiven>
+bool backward_holds(const StepList& value, PyObject* versions, size_t num_gradients, IsGiven is_given) {
+  if (PyList_GET_SIZE(versions) != static_cast<Py_ssize_t>(value.steps.size())) return false;
+  size_t at = 0;
   for (size_t i = 0; i < value.steps.size(); ++i) {
     const Step& step = value.steps[i];
     PyObject* noted = PyList_GET_ITEM(versions, static_cast<Py_ssize_t>(i));
     bool is_last = i + 1 == value.steps.size();
-    if (!PyList_Check(noted) || PyList_GET_SIZE(noted) != static_cast<Py_ssize_t>(step.outputs.size())) Py_RETURN_FALSE;
+    if (!PyList_Check(noted) || PyList_GET_SIZE(noted) != static_cast<Py_ssize_t>(step.outputs.size())) return false;
     for (size_t k = 0; k < step.outputs.size(); ++k, ++at) {
-      if (at >= PyTuple_GET_SIZE(gradients)) Py_RETURN_FALSE;
-      bool is_given = PyTuple_GET_ITEM(gradients, at) != Py_None;
-      if (is_given != (is_last && step.has_gradient[k])) Py_RETURN_FALSE;
+      if (at >= num_gradients || is_given(at) != (is_last && step.has_gradient[k])) return false;
       if (PyLong_AsLongLong(PyList_GET_ITEM(noted, static_cast<Py_ssize_t>(k))) != version_of(step.outputs[k]))
-        Py_RETURN_FALSE;
+        return false;
     }
     for (PyObject* each : step.trained)
-      if (!THPVariable_Unpack(each).requires_grad()) Py_RETURN_FALSE;
+      if (!THPVariable_Unpack(each).requires_grad()) return false;
     for (PyObject* each : step.accumulated)
-      if (has_hooks(each) || has_post_hooks(each)) Py_RETURN_FALSE;
+      if (has_hooks(each) || has_post_hooks(each)) return false;
   }
-  if (at != PyTuple_GET_SIZE(gradients)) Py_RETURN_FALSE;
-  Py_RETURN_TRUE;
+  return at == num_gradients;
 }
 
-// holds_homes(): True if surely all gradients are where the backward halves write them.
-PyObject* relay_holds_homes(PyObject* object, PyObject*) {
-  for (const Home& home : reinterpret_cast<Relay*>(object)->value.homes)
-    if (!home_holds(home)) Py_RETURN_FALSE;
-  Py_RETURN_TRUE;
-}
+bool homes_hold(const StepList& value) { return std::all_of(value.homes.begin(), value.homes.end(), home_holds); }
 
 // landmarks(first): of each step from there on, a parameter whose gradient its backward half accumulates, without hooks
 // that autograd would run.
@@ -274,12 +272,37 @@ bool launch(PyObject* function, PyObject* stats) {
   return count_up(stats, NUM_LAUNCHES);
 }
 
-PyObject* relay_launch_backward(PyObject* object, PyObject*) {
-  auto& value = reinterpret_cast<Relay*>(object)->value;
+bool launch_backwards(const StepList& value) {
   for (size_t i = value.steps.size(); i-- > 0;) {
     const Step& step = value.steps[i];
-    if (step.relaunch != Py_None && !launch(step.relaunch, step.stats)) return nullptr;
+    if (step.relaunch != Py_None && !launch(step.relaunch, step.stats)) return false;
   }
+  return true;
+}
+
+// launch_backward(): launch all backward halves, last first.
+PyObject* relay_launch_backward(PyObject* object, PyObject*) {
+  if (!launch_backwards(reinterpret_cast<Relay*>(object)->value)) return nullptr;
+  Py_RETURN_NONE;
+}
+
+// backward(session, grad outputs of the last step, gradients for autograd): all backward halves may be launched one after
+// the other, where all of them are wanted.
+PyObject* relay_backward(PyObject* object, PyObject* arguments) {
+  auto* self = reinterpret_cast<Relay*>(object);
+  PyObject *session, *grad_outputs, *incoming;
+  if (!PyArg_ParseTuple(arguments, "OO!O!", &session, &PyTuple_Type, &grad_outputs, &PyTuple_Type, &incoming))
+    return nullptr;
+  if (!is_open(self->kept) || !keep(self->kept, arguments)) return nullptr;
+  for (auto [found, list] : {std::pair(&self->value.grad_outputs, grad_outputs), {&self->value.incoming, incoming}}) {
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(list); ++i) {
+      PyObject* each = PyTuple_GET_ITEM(list, i);
+      if (each != Py_None && !is_tensor(each)) return nullptr;
+      found->push_back(each);
+    }
+  }
+  self->value.session = session;
+  self->value.has_plain_backward = true;
   Py_RETURN_NONE;
 }
 

@@ -31,13 +31,13 @@ from graphstep.capture.tree import flatten
 from graphstep.capture.triple_run import TripleRun, WaitingRun
 from graphstep.errors import InputMismatchError, LifecycleError, PlanError
 from graphstep.native.build import Build
-from graphstep.native.interface import Facts
+from graphstep.native.interface import Facts, Pattern
 from graphstep.strategies.callable_checks import named_differences, refuse_sparse
 from graphstep.strategies.eager_forward import EagerForward
 from graphstep.strategies.handed_copies import HandedCopies
 from graphstep.strategies.local_calls import never_replayed
 from graphstep.strategies.order_cursor import OrderCursor, Turn
-from graphstep.strategies.relays import add_backward, callable_facts
+from graphstep.strategies.relays import add_backward, callable_facts, pattern_of
 
 _IN_TURN: Final = frozenset(
     {
@@ -114,6 +114,8 @@ class ScheduledCallable:
     """Names of keyword arguments, each with its place in the sample."""
     guard: Callable[..., bool] | None = None
     """True for tensors with the layouts of the signature; ``None`` where that cannot be told fast."""
+    pattern: Pattern | None = None
+    """The same for the compiled part, of arguments of any kind."""
     facts: Facts | None = None
     """All else that has to be as it was, for the compiled part."""
 
@@ -309,8 +311,8 @@ class CallableGraphs:
         for each in self._scheduled if fast is not None else ():
             if each.chain is not None and fast is not None:
                 add_backward(fast, each.chain)
-                if each.has_gradient and not each.signature.repeated:
-                    captured = each.captured
+                if each.has_gradient:
+                    captured, each.pattern = each.captured, pattern_of(fast, each.signature)
                     each.facts = callable_facts(fast, each.chain.pairs[0], captured.attributes, captured.watched)
 
     # ----- which way
@@ -319,18 +321,10 @@ class CallableGraphs:
         self, scheduled: ScheduledCallable, arguments: tuple[Any, ...], named: dict[str, Any]
     ) -> Sequence[Tensor] | None:
         """The arguments, if surely all is as in the sample; ``None``: look closer."""
-        guard, facts = scheduled.guard, scheduled.facts
-        if (
-            facts is not None
-            and guard is not None
-            and not named
-            and len(arguments) == len(scheduled.signature.layouts) == len(set(map(id, arguments)))
-            and all(type(argument) is Tensor for argument in arguments)
-            and facts.hold()
-            and guard(*arguments)
-        ):
-            return arguments
-        return None
+        pattern, facts = scheduled.pattern, scheduled.facts
+        if pattern is None or facts is None or not facts.hold():
+            return None
+        return pattern.flat(arguments, named)
 
     def _checked(
         self, scheduled: ScheduledCallable, arguments: tuple[Any, ...], named: dict[str, Any]

@@ -28,7 +28,7 @@ from graphstep.capture.tree import flatten
 from graphstep.config import MismatchPolicy
 from graphstep.engine import torch_private
 from graphstep.errors import CaptureError, InputMismatchError
-from graphstep.native.interface import Call, Facts
+from graphstep.native.interface import Call, Facts, Pattern
 from graphstep.strategies.local_observed import ObservedCalls, is_subclassed
 
 _OR_EAGERLY: Final = "; or let such calls run eagerly: policy='auto' (--cuda-graph-policy auto)"
@@ -115,8 +115,8 @@ class Start:
 
     chain: Chain
     index: int
-    guard: Callable[..., bool]
-    """True for tensors with the layouts of its arguments."""
+    pattern: Pattern
+    """Of its arguments."""
     facts: Facts
     """All else."""
 
@@ -303,12 +303,13 @@ class RegionCalls:
         if torch_private.data_parallel_is_active() and not host.is_data_parallel:
             host.data_parallel_found()
         host.before_call()
-        start = self._surely_starts(arguments) if self.starts and not named else None
-        if start is not None:
+        found = self._surely_starts(arguments, named)
+        if found is not None:
+            start, given = found
             if self.manual_hook is not None:
                 self.manual_hook()
             ambient = start.chain.pairs[start.index].signature.ambient.key
-            return host.open_run(start.chain, start.index).start(arguments, arguments, named, ambient)
+            return host.open_run(start.chain, start.index).start(given, arguments, named, ambient)
         self.look_at_attributes()
         if self._is_debugging:
             host.verify()
@@ -325,15 +326,15 @@ class RegionCalls:
         )
         return self._replayed(signature, tensors, arguments, named)
 
-    def _surely_starts(self, arguments: tuple[Any, ...]) -> Start | None:
-        """What surely serves a call with these arguments; ``None``: look closer."""
-        if len(set(map(id, arguments))) < len(arguments) or any(type(argument) is not Tensor for argument in arguments):
-            return None
+    def _surely_starts(
+        self, arguments: tuple[Any, ...], named: dict[str, Any]
+    ) -> tuple[Start, tuple[Tensor, ...]] | None:
+        """What surely serves a call with these arguments, and their tensors; ``None``: look closer."""
         for start in self.starts:
-            pair = start.chain.pairs[start.index]
-            if len(arguments) == len(pair.signature.layouts) and start.guard(*arguments):
-                is_same = pair.owner is self.current and start.facts.hold()
-                return start if is_same and _why_not(start.chain, start.index, arguments) is None else None
+            tensors = start.pattern.flat(arguments, named)
+            if tensors is not None:
+                is_same = start.chain.pairs[start.index].owner is self.current and start.facts.hold()
+                return (start, tensors) if is_same and _why_not(start.chain, start.index, tensors) is None else None
         return None
 
     def _replayed(

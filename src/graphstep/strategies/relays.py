@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -15,10 +15,11 @@ from graphstep.capture.graph_triple import GraphTriple
 from graphstep.capture.manifest import Watched
 from graphstep.capture.merged_backward import by_graph
 from graphstep.capture.region import Region
+from graphstep.capture.signature import Signature, TensorLayout
+from graphstep.capture.tree import Node, Value
 from graphstep.engine import compiled_part, kernel_switches
 from graphstep.errors import LifecycleError
-from graphstep.native.interface import Call, Facts, FastPath, Relay
-from graphstep.strategies.callable_checks import layout_guard
+from graphstep.native.interface import Call, Facts, FastPath, Pattern, Relay
 from graphstep.strategies.local_calls import RegionCalls, Start
 
 
@@ -30,7 +31,8 @@ def add_backward(fast: FastPath, chain: Chain) -> None:
         relay = fast.Relay(chain.lane)
         nobody = fast.Call(_never, _never, False)
         _describe(relay, chain, 0, (fast.Facts(), None, nobody), ())
-        chain.relay = NativeRelay(relay, pair.signature.ambient.key, _add_homes(relay, chain))
+        _add_backward_halves(relay, chain)
+        chain.relay = NativeRelay(relay, pair.signature.ambient.key)
 
 
 def callable_facts(fast: FastPath, pair: GraphPair, attributes: Attributes | None, watched: Watched) -> Facts | None:
@@ -70,21 +72,54 @@ def add_relay(fast: FastPath, chain: Chain, regions: Mapping[Region, RegionCalls
     for index, pair in enumerate(pairs):
         if not _add_step(fast, relay, chain, index, regions[pair.region]):
             return
-    chain.relay = NativeRelay(relay, ambient.key, _add_homes(relay, chain))
+    _add_backward_halves(relay, chain)
+    chain.relay = NativeRelay(relay, ambient.key)
 
 
 def add_starts(fast: FastPath, calls: RegionCalls) -> None:
-    """Tell a region which of its calls surely begin a run: those with plain tensors, and one set of graphs."""
+    """Tell a region which of its calls surely begin a run: those with plain arguments, and one set of graphs."""
     starts = []
     for signature, links in calls.links.items():
-        guard = layout_guard(signature)
-        if guard is None or len(links) != 1 or signature.repeated:
+        pattern = pattern_of(fast, signature)
+        if pattern is None or len(links) != 1:
             continue
         chain, index = links[0]
         pair, facts = chain.pairs[index], fast.Facts()
         if calls.add_facts(facts, pair) and _add_modes(facts, pair):
-            starts.append(Start(chain, index, guard, facts))
+            starts.append(Start(chain, index, pattern, facts))
     calls.starts = tuple(starts)
+
+
+def pattern_of(fast: FastPath, signature: Signature) -> Pattern | None:
+    """What the arguments of a call with this signature look like; ``None`` if the compiled part cannot tell."""
+    structure, layouts = signature.structure, iter(signature.layouts)
+    if signature.repeated or not isinstance(structure, Node) or len(structure.children) != 2:
+        return None
+    trees = [_tree(child, layouts) for child in structure.children]
+    return None if None in trees else fast.Pattern(*(tree for tree in trees if tree is not None))
+
+
+def _tree(structure: Node | Value, layouts: Iterator[TensorLayout]) -> tuple[Any, ...] | None:
+    if isinstance(structure, Value):
+        return "value", structure.value
+    if structure.kind is None:
+        each = next(layouts)
+        return (
+            "tensor",
+            each.shape,
+            each.stride,
+            each.dtype,
+            each.device,
+            each.requires_grad,
+            each.is_conj,
+            each.is_neg,
+        )
+    known: dict[type, str] = {tuple: "tuple", list: "list", dict: "dict"}
+    word = known.get(structure.kind)
+    children = [_tree(child, layouts) for child in structure.children]
+    if word is None or None in children:
+        return None
+    return (word, tuple(children), structure.names) if word == "dict" else (word, tuple(children))
 
 
 def _is_common(pair: GraphPair) -> bool:
@@ -92,7 +127,6 @@ def _is_common(pair: GraphPair) -> bool:
     return (
         form_is_plain
         and not isinstance(pair, GraphTriple)
-        and pair.kept is None
         and not pair.left.places
         and not pair.poisons
         and not any(output.is_inference() for output in pair.outputs)
@@ -130,6 +164,7 @@ def _describe(
         (pair.forward_position, pair.backward_position),
         pair.form.is_plain_tuple,
         pair.forward is not None and chain.read_ahead(index) is not None,
+        pair.forward is None and pair.kept is not None,
         tuple(pair.outputs),
         tuple(reads),
         tuple(pair.trained),
@@ -138,14 +173,21 @@ def _describe(
     )
 
 
-def _add_homes(relay: Relay, chain: Chain) -> bool:
-    """Tell where gradients live; False if backward halves are not all launched one after the other."""
+def _add_backward_halves(relay: Relay, chain: Chain) -> None:
+    """Tell where gradients come from, go and live, if backward halves are launched one after the other."""
+    pairs = chain.pairs
+    first, last = pairs[0], pairs[-1]
+    graphs = [pairs[start:stop] for start, stop in by_graph(pairs)]
+    if len(last.grad_outputs) != len(last.outputs) or any(graph[-1].backward is None for graph in graphs):
+        return
+    for pair, following in zip(pairs, [*pairs[1:], None], strict=True):
+        given = last.grad_outputs if pair is last else [None] * len(pair.outputs)
+        if pair.not_reached_from(given, following):
+            return  # Of these, gradients that the loss does not reach are taken back after each replay.
     for home in chain.all_homes():
         relay.home(home, home.leaf, home.address, home.is_main_grad)
-    graphs = [chain.pairs[start:stop] for start, stop in by_graph(chain.pairs)]
-    return all(graph[-1].backward is not None for graph in graphs) and not any(
-        pair.not_reached_may_differ for pair in chain.pairs
-    )
+    wanted = [g for g, tensor in zip(first.grad_inputs, first.inputs, strict=True) if tensor.requires_grad]
+    relay.backward(first.session, tuple(last.grad_outputs), (*wanted, *first.exposed_gradients))
 
 
 def _add_modes(facts: Facts, pair: GraphPair) -> bool:
