@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -85,13 +85,13 @@ def trained(module: nn.Module) -> Callable[..., None]:
 
 def call_of(step: Callable[..., Any], batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """How a batch is given: as the one argument where there is one, a tuple as several, a dict by its names."""
-    if isinstance(batch, list | tuple | dict):
+    if isinstance(batch, list | tuple | Mapping):
         try:
             signature = inspect.signature(step)
         except (TypeError, ValueError):
             signature = None
         if signature is not None and not _takes_one(signature):
-            return ((), dict(batch)) if isinstance(batch, dict) else (tuple(batch), {})
+            return ((), dict(batch)) if isinstance(batch, Mapping) else (tuple(batch), {})
         if signature is not None and isinstance(batch, list | tuple) and len(batch) == 1:
             return tuple(batch), {}  # as TensorDataset has it
     return (batch,), {}
