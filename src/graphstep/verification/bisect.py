@@ -165,8 +165,13 @@ class Bisection:
     def _compare(
         self, events: Sequence[Event], eager: Mapping[Place, Tensor], replayed: Mapping[Place, Tensor]
     ) -> tuple[Place, Difference] | None:
-        # Python may have called modules otherwise when the taps were laid: that much is left out.
-        known = [event for event in events if event.place in eager and event.number < len(eager[event.place])]
+        # Python may have called modules otherwise when the taps were laid, and computes some again that a graph does
+        # not: that much is left out.
+        known = [
+            (place, number)
+            for place, number in events
+            if all(place in seen and number < len(seen[place]) for seen in (eager, replayed))
+        ]
         for place, number in known:
             tolerance = self.tolerances.of(place.module)
             name = place.tensor if place.side.part is Part.FORWARD else f"gradient of {place.tensor}"

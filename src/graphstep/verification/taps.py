@@ -55,6 +55,8 @@ class _Tap:
 
     history: Tensor
     counter: Tensor
+    total: Tensor
+    """How many came by: fewer than there is room for where the module was called less often."""
 
 
 @dataclass(slots=True)
@@ -91,7 +93,8 @@ class Taps:
         """Make room for as much as has come by so far."""
         for place, number in self._seen.items():
             history = torch.zeros((number, *place.shape), dtype=place.dtype, device=device)
-            self._taps[place] = _Tap(history, torch.zeros(1, dtype=torch.int64, device=device))
+            counter, total = (torch.zeros(1, dtype=torch.int64, device=device) for _ in range(2))
+            self._taps[place] = _Tap(history, counter, total)
 
     def restart(self) -> None:
         """Forget what came by."""
@@ -100,10 +103,12 @@ class Taps:
         for tap in self._taps.values():
             tap.history.zero_()
             tap.counter.zero_()
+            tap.total.zero_()
 
     def seen(self) -> Mapping[Place, Tensor]:
         """What came by at each place, on the host: [number, ...]."""
-        return {place: tap.history.to("cpu", copy=True) for place, tap in self._taps.items()}
+        numbers = {place: int(tap.total.item()) for place, tap in self._taps.items()}
+        return {place: tap.history[: numbers[place]].to("cpu", copy=True) for place, tap in self._taps.items()}
 
     # ----- hooks
 
@@ -153,6 +158,7 @@ class Taps:
             with torch.no_grad():
                 tap.history.index_copy_(0, tap.counter, tensor.detach().unsqueeze(0))
                 tap.counter.add_(1).remainder_(tap.history.shape[0])
+                tap.total.add_(1)
 
 
 class _Follow(torch.autograd.Function):
