@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,10 +12,13 @@ from tests.strategies.step_jobs import Job, Loop, plain_step
 from torch import Tensor, nn
 
 import graphstep
+from graphstep.capture.host_inputs import HostInputs
 from graphstep.strategies import FullCudaGraphWrapper
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda")
+_LONG = 200_000_000
+"""Cycles: some tenths of a second."""
 
 
 @contextmanager
@@ -80,6 +83,42 @@ def test_a_hundred_iterations_of_pinned_batches_never_wait() -> None:
         expected = [nn.functional.mse_loss(model(v.to(CUDA)), t.to(CUDA)) for v, t in batches]
         for number, found in enumerate(losses):
             assert torch.equal(found, torch.stack([expected[number % 4], expected[(number + 1) % 4]]))
+
+
+@pytest.mark.parametrize("is_pinned", [True, False])
+def test_the_next_batch_arrives_while_the_graph_of_this_one_runs(
+    monkeypatch: pytest.MonkeyPatch, is_pinned: bool
+) -> None:
+    """Told by events: the copy is through before the graph that was launched before it."""
+    arrived: list[torch.cuda.Event] = []
+    load = HostInputs.load
+
+    def noted(self: HostInputs, sources: Sequence[Tensor]) -> None:
+        load(self, sources)
+        arrived.append(torch.cuda.Event())
+        arrived[-1].record(self._stream)
+
+    def slow(*, data_iterator: Iterator[Tensor], **_: Any) -> Tensor:
+        torch.cuda._sleep(_LONG)
+        return next(data_iterator).sum()
+
+    monkeypatch.setattr(HostInputs, "load", noted)
+    batches = [torch.full((64, 128), float(number)) for number in range(8)]
+    if is_pinned:
+        batches = [batch.pin_memory() for batch in batches]
+    with graphstep.GraphSession(CUDA) as session, torch.no_grad():
+        wrapper = FullCudaGraphWrapper(slow, model=nn.Identity(), session=session, cuda_graph_warmup_steps=1)
+        losses, done = [], torch.cuda.Event()
+        for number, batch in enumerate(batches):
+            torch.cuda.synchronize()
+            if number == 7:
+                losses.append(wrapper(data_iterator=iter([batches[0]]), num_microbatches=1, forward_only=True))
+                done.record()
+            losses.append(wrapper(data_iterator=iter([batch]), num_microbatches=1, forward_only=True))
+        arrived[-1].synchronize()
+        assert not done.query(), "the graph before should still run"
+        assert wrapper.report().rows[0].num_replays == 8
+        assert [float(loss) for loss in losses] == [64 * 128 * value for value in (0, 1, 2, 3, 4, 5, 6, 0, 7)]
 
 
 def compiled_step(job: Job) -> Loop:

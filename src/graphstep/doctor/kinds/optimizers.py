@@ -69,8 +69,8 @@ def step(x):
         effect=Effect.capture_fails,
         why="error_if_nonfinite=True asks whether the norm is finite before it goes on, and torch makes a number of a "
         "threshold in a tensor: the host waits, which CUDA refuses in a capture.",
-        fix="leave error_if_nonfinite out, and look at the returned norm after the step; give a threshold in a tensor to "
-        "graphstep.clip_grad_norm_",
+        fix="leave error_if_nonfinite out, and look at the returned norm after the step; give a threshold in a tensor "
+        "to graphstep.clip_grad_norm_",
         broken="""
 def step(x):
     layer(x).sum().backward()
