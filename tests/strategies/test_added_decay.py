@@ -10,7 +10,7 @@ import torch
 from tests.strategies.test_decays_inside import same_bits
 from torch import Tensor, nn
 
-from graphstep.strategies.added_decay import addition_of
+from graphstep.strategies.added_decay import type_of_number
 from graphstep.strategies.optimizers_inside import OptimizersInside
 
 CPU = torch.device("cpu")
@@ -80,7 +80,7 @@ def steps(
         found += [v.clone() for state in optimizer.state.values() for v in state.values() if isinstance(v, Tensor)]
     if is_inside:
         name, group = kind.__name__, optimizer.param_groups[0]
-        is_known = dtype != torch.bfloat16 or addition_of(name, group, dtype, device) is not None
+        is_known = dtype != torch.bfloat16 or type_of_number(name, group, dtype, device) is not None
         told = [0.0] * len(DECAYS) if is_known else [*DECAYS]
         assert seen == [0.1, *told[1:]], "the step is told of none once it has changed"
     return found
@@ -118,7 +118,7 @@ def test_bits_are_those_of_single_operations(
 @pytest.mark.parametrize("name", ["Adam", "SGD"])
 def test_kernels_of_half_precision_are_left_alone(device: torch.device, name: str, dtype: torch.dtype) -> None:
     """They do not round between decay and update: no gradient of half precision gives their bits."""
-    assert addition_of(name, {"fused": True}, dtype, device) is None
+    assert type_of_number(name, {"fused": True}, dtype, device) is None
 
 
 def run(optimizer: torch.optim.Optimizer, inside: OptimizersInside, decay: float) -> OptimizersInside:

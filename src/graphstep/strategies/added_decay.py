@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, Final
 
 import torch
@@ -13,30 +13,24 @@ from torch.optim.sgd import sgd
 
 from graphstep.strategies.fused_decay import RATES_AND_DECAYS, tried_on
 
-Addition = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""Takes a gradient, its weight and the weight decay (float64, a scalar on the device); returns another gradient."""
+
+def with_decay(gradient: Tensor, weight: Tensor, number: Tensor) -> Tensor:
+    """``gradient + number * weight``, computed in the widest type of the three and rounded to that of the gradient.
+
+    Args:
+        gradient: stays as it is.
+        weight: with the same layout.
+        number: the weight decay, [1] on the device. With a dimension it takes part in the choice of the type.
+    """
+    return torch.addcmul(gradient, weight, number, out=torch.empty_like(gradient))
 
 
-def in_single_precision(gradient: Tensor, weight: Tensor, number: Tensor) -> Tensor:
-    """``g + number * w`` in single precision, rounded to the gradient in the end."""
-    return _added(gradient, weight, number.float())
+def type_of_number(
+    optimizer: str, group: Mapping[str, Any], dtype: torch.dtype, device: torch.device
+) -> torch.dtype | None:
+    """In which type :func:`with_decay` is to be given the number for the bits that a step leaves by itself, if in any.
 
-
-def in_double_precision(gradient: Tensor, weight: Tensor, number: Tensor) -> Tensor:
-    """The same in double precision."""
-    return _added(gradient, weight, number)
-
-
-ADDITIONS: Final[tuple[Addition, ...]] = (in_single_precision, in_double_precision)
-
-
-def _added(gradient: Tensor, weight: Tensor, number: Tensor) -> Tensor:
-    # A number with a dimension takes part in the choice of the type that is computed in.
-    return torch.addcmul(gradient, weight, number.reshape(1), out=torch.empty_like(gradient))
-
-
-def addition_of(optimizer: str, group: Mapping[str, Any], dtype: torch.dtype, device: torch.device) -> Addition | None:
-    """What leaves the bits that a step leaves by itself, or ``None``. Waits for the device; not in a capture.
+    Waits for the device; not in a capture.
 
     Args:
         optimizer: name of its class in torch.
@@ -52,31 +46,31 @@ def addition_of(optimizer: str, group: Mapping[str, Any], dtype: torch.dtype, de
     else:
         return None
     with torch.no_grad(), torch.autocast(device.type, enabled=False):
-        for addition in ADDITIONS:
-            if all(_is_right(each, addition, dtype, device) for each in kinds):
-                return addition
+        for number in (torch.float32, torch.float64):
+            if all(_is_right(each, number, dtype, device) for each in kinds):
+                return number
     return None
 
 
-def _is_right(kind: type[_Steps], addition: Addition, dtype: torch.dtype, device: torch.device) -> bool:
+def _is_right(kind: type[_Steps], number: torch.dtype, dtype: torch.dtype, device: torch.device) -> bool:
     return all(
-        all(map(torch.equal, *(_after(kind, each, dtype, device, rate, decay) for each in (None, addition))))
+        all(map(torch.equal, *(_after(kind, each, dtype, device, rate, decay) for each in (None, number))))
         for rate, decay in RATES_AND_DECAYS
     )
 
 
 def _after(
-    kind: type[_Steps], addition: Addition | None, dtype: torch.dtype, device: torch.device, rate: float, decay: float
+    kind: type[_Steps], number: torch.dtype | None, dtype: torch.dtype, device: torch.device, rate: float, decay: float
 ) -> list[Tensor]:
     """What two steps leave that decay by themselves, or that are given gradients with the decay."""
     weights, of_steps = tried_on(dtype, device)
     steps = kind(weights, torch.tensor(rate, dtype=torch.float32, device=device))
-    number = torch.tensor(decay, dtype=torch.float64, device=device)
     for gradients in of_steps:
-        if addition is None:
+        if number is None:
             steps.step(gradients, decay)
         else:
-            steps.step([addition(g, w, number) for g, w in zip(gradients, weights, strict=True)], 0.0)
+            given = torch.tensor([decay], dtype=number, device=device)
+            steps.step([with_decay(g, w, given) for g, w in zip(gradients, weights, strict=True)], 0.0)
     return steps.found
 
 

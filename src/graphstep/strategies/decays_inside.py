@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from graphstep.strategies.added_decay import Addition, addition_of
+from graphstep.strategies.added_decay import type_of_number, with_decay
 from graphstep.strategies.fused_decay import Formula, formula_of_kernel
 
 Key = tuple[int, int]
@@ -29,8 +29,8 @@ class DecaysInside:
     devices and versions of torch: :func:`formula_of_kernel` finds out.
 
     All others add the decay to the gradients. Once it has been seen to change, they step with other gradients, to which
-    it has been added, and ``.grad`` is what it was after the step. :func:`addition_of` finds out how it is rounded. No
-    product adds nothing to every gradient, so a decay of 0 is a graph of its own.
+    it has been added, and ``.grad`` is what it was after the step. :func:`type_of_number` finds out how it is rounded.
+    No product adds nothing to every gradient, so a decay of 0 is a graph of its own.
 
     Args:
         optimizers: those of the step.
@@ -47,7 +47,7 @@ class DecaysInside:
         self._scheduled: set[Key] = set()
         """Groups whose number has changed from one body to the next, or after a capture."""
         self._formulas: dict[torch.dtype, Formula | None] = {}
-        self._additions: dict[tuple[Any, ...], Addition | None] = {}
+        self._types_of_numbers: dict[tuple[Any, ...], torch.dtype | None] = {}
         self._done: dict[Key, tuple[Optimizer, int]] = {}
         """Groups whose decay was done here in the latest body of :meth:`on_device`."""
 
@@ -97,7 +97,7 @@ class DecaysInside:
                     formula = self._formula_of(group) if group.get("fused") else None
                     _decay(optimizer, group, self._numbers[key], formula)
                 elif _is_to_be_added_to(optimizer, group):
-                    aside.extend(_add(group, self._numbers[key], self._additions_of(optimizer, group)))
+                    aside.extend(_add(group, self._numbers[key], self._types_of(optimizer, group)))
                 else:
                     continue
                 self._done[key] = optimizer, index
@@ -134,7 +134,7 @@ class DecaysInside:
             return False
         is_scheduled = (id(optimizer), index) in self._scheduled
         if not group.get("decoupled_weight_decay"):
-            return is_scheduled and bool(number) and all(self._additions_of(optimizer, group).values())
+            return is_scheduled and bool(number) and None not in self._types_of(optimizer, group).values()
         types = {parameter.dtype for parameter in group["params"]}
         if group.get("fused"):
             return is_scheduled and len(types) == 1 and self._formula_of(group) is not None
@@ -149,15 +149,15 @@ class DecaysInside:
             self._formulas[kind] = formula_of_kernel(kind, self._device)
         return self._formulas[kind]
 
-    def _additions_of(self, optimizer: Optimizer, group: dict[str, Any]) -> dict[torch.dtype, Addition | None]:
-        """How the step of a group adds the decay to gradients of each type, if it is known."""
+    def _types_of(self, optimizer: Optimizer, group: dict[str, Any]) -> dict[torch.dtype, torch.dtype | None]:
+        """In which type the decay is to be added to gradients of each type of a group, if it is known."""
         name, found = type(optimizer).__name__, {}
         for kind in dict.fromkeys(parameter.dtype for parameter in group["params"]):
             key = (name, group.get("fused"), group.get("foreach"), kind)
-            if key not in self._additions:
+            if key not in self._types_of_numbers:
                 is_tried = kind.is_floating_point
-                self._additions[key] = addition_of(name, group, kind, self._device) if is_tried else None
-            found[kind] = self._additions[key]
+                self._types_of_numbers[key] = type_of_number(name, group, kind, self._device) if is_tried else None
+            found[kind] = self._types_of_numbers[key]
         return found
 
 
@@ -198,17 +198,18 @@ def _is_to_be_added_to(optimizer: Optimizer, group: dict[str, Any]) -> bool:
 
 
 def _add(
-    group: dict[str, Any], number: Tensor, additions: Mapping[torch.dtype, Addition | None]
+    group: dict[str, Any], number: Tensor, types: Mapping[torch.dtype, torch.dtype | None]
 ) -> Iterator[Callable[[], None]]:
     """Put gradients with the decay in place of those that are there. Returns what gives each of them back."""
     # The step negates what it is given first, if it maximizes.
-    signed = -number if group.get("maximize") else number
+    signed = (-number if group.get("maximize") else number).reshape(1)
+    given = {kind: signed.to(types[kind]) for kind in types}
     for parameter in group["params"]:
-        before, addition = parameter.grad, additions[parameter.dtype]
-        if before is None or addition is None:
+        before = parameter.grad
+        if before is None:
             continue
         with torch.no_grad():
-            parameter.grad = addition(before, parameter, signed)
+            parameter.grad = with_decay(before, parameter, given[parameter.dtype])
         yield partial(setattr, parameter, "grad", before)
 
 
