@@ -188,6 +188,17 @@ def test_a_real_run_under_watch_holds_nothing_that_it_lets_go_of(session: GraphS
     assert old_key in observation.used()
 
 
+def test_what_nobody_else_holds_can_be_let_go_of_after_an_undone_run(
+    session: GraphSession, device: torch.device
+) -> None:
+    constant, old = torch.ones(4, device=device), [torch.ones(4, device=device)]
+    observation = session.observe(lambda: constant + old.pop())
+    assert len(observation.externals) == 2
+    observation.forget_unheld()
+    assert list(map(torch_private.storage_key, observation.externals)) == [torch_private.storage_key(constant)]
+    assert [source() is constant for source in observation.sources] == [True]
+
+
 def test_what_outlives_a_real_run_is_held(session: GraphSession, device: torch.device) -> None:
     constants = [torch.arange(4.0, device=device)]
     _, observation = session.watch_run(lambda: constants[0] * 2)

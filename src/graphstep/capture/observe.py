@@ -69,6 +69,13 @@ class Observation:
         self.sources = [source for source, is_kept in zip(self.sources, kept, strict=False) if is_kept]
         self.externals = [tensor for tensor, is_kept in zip(self.externals, kept, strict=True) if is_kept]
 
+    def forget_unheld(self) -> None:
+        """Hold on to nothing that nobody else holds: another run would not find it. Where torch cannot tell, to all."""
+        alone = torch.empty(1)
+        num_of_one, *counts = torch_private.HolderCount([alone, *self.externals]).now()
+        pairs = zip(self.externals, counts, strict=True)
+        self.forget_storages([torch_private.storage_key(each) for each, count in pairs if 0 < count <= num_of_one])
+
     @classmethod
     def joined(cls, each: Iterable[Observation]) -> Observation:
         """What several functions used, as far as a capture of all of them has to know."""

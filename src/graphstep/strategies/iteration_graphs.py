@@ -388,6 +388,7 @@ class IterationGraphs:
             if observation is None:
                 observation = self._session.observe(lambda: step.function(iteration.static.arguments))
                 attributes.refuse_changes(where, observation.externals, may_leave_losses=True)
+                observation.forget_unheld()  # Such as what compiled code has made past the dispatcher.
             leaves = observation.leaves if step.fills_gradients else ()
             recording = self._record(step, iteration, stats, observation, leaves, where)
             try:
