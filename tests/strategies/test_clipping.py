@@ -154,7 +154,7 @@ def test_where_torch_reads_a_value_back_the_error_tells_of_the_one_that_does_not
     job = Job(device, True, clipping_by(lambda _: clip))
     for _ in range(3):
         job.run()
-    with pytest.raises(CaptureError, match="host") as caught:
+    with pytest.raises(CaptureError) as caught:
         job.run()
     assert "a tensor to graphstep.clip_grad_norm_" in caught.value.fix
     assert "test_clipping.py" in caught.value.where
