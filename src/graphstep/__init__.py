@@ -39,6 +39,7 @@ if TYPE_CHECKING:
         TECudaGraphHelper,
         attach,
         build_strategy,
+        clip_grad_norm_,
         graph_step,
         make_graphed_callables,
     )
@@ -74,6 +75,7 @@ __all__ = [
     "__version__",
     "attach",
     "build_strategy",
+    "clip_grad_norm_",
     "diagnose",
     "engine_for",
     "graph_step",
@@ -110,6 +112,7 @@ _HOMES: Mapping[str, str] = {
     "TapeEngine": "graphstep.engine",
     "attach": "graphstep.strategies",
     "build_strategy": "graphstep.strategies",
+    "clip_grad_norm_": "graphstep.strategies",
     "diagnose": "graphstep.doctor",
     "engine_for": "graphstep.engine",
     "graph_step": "graphstep.strategies",

@@ -10,9 +10,11 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from graphstep.capture.observe import training_flags_kept
 from graphstep.capture.session import GraphSession
+from graphstep.engine import torch_private
 from graphstep.errors import CaptureError
 
 
@@ -162,6 +164,48 @@ def test_a_real_run_under_watch_counts(session: GraphSession, device: torch.devi
     assert result is None
     assert int(model.calls) == 1
     assert {id(leaf) for leaf in observation.leaves} >= {id(model.linear.weight), id(model.linear.bias)}
+
+
+def test_a_real_run_under_watch_holds_nothing_that_it_lets_go_of(session: GraphSession, device: torch.device) -> None:
+    """Compiled code makes its tensors past the dispatcher: they seem to have been there before."""
+    constant = torch.ones(64, device=device)
+    old = [torch.ones(64, device=device)]
+    was_gone: list[bool] = []
+
+    def function() -> None:
+        with _disable_current_modes():
+            made = torch.zeros(64, device=device)
+        torch.add(constant, old[0], out=made)
+        storages = [torch_private.WeakStorage(made), torch_private.WeakStorage(old.pop())]
+        del made
+        was_gone.extend(storage.is_gone() for storage in storages)
+
+    old_key = torch_private.storage_key(old[0])
+    _, observation = session.watch_run(function)
+    assert was_gone == [True, True]
+    assert list(map(torch_private.storage_key, observation.externals)) == [torch_private.storage_key(constant)]
+    assert len(observation.used()) == 3
+    assert old_key in observation.used()
+
+
+def test_what_nobody_else_holds_can_be_let_go_of_after_an_undone_run(
+    session: GraphSession, device: torch.device
+) -> None:
+    constant, old = torch.ones(4, device=device), [torch.ones(4, device=device)]
+    observation = session.observe(lambda: constant + old.pop())
+    assert len(observation.externals) == 2
+    observation.forget_unheld()
+    assert list(map(torch_private.storage_key, observation.externals)) == [torch_private.storage_key(constant)]
+    assert [source() is constant for source in observation.sources] == [True]
+
+
+def test_what_outlives_a_real_run_is_held(session: GraphSession, device: torch.device) -> None:
+    constants = [torch.arange(4.0, device=device)]
+    _, observation = session.watch_run(lambda: constants[0] * 2)
+    storage = torch_private.WeakStorage(constants.pop())
+    assert not storage.is_gone()
+    del observation
+    assert storage.is_gone()
 
 
 def test_training_flags_are_kept_module_by_module() -> None:

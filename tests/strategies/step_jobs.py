@@ -39,9 +39,9 @@ class Job:
             self.model.parameters(), lr=2.0**-7, weight_decay=0.1, fused=True
         )
         self.clip = torch.tensor(1.0, device=device)
+        self.is_graphed = is_graphed
         plain = make_step(self)
         self.step: Any = graphstep.graph_step(plain, **options) if is_graphed else plain
-        self.is_graphed = is_graphed
         self.data = torch.Generator().manual_seed(1)
         self.trace: list[dict[str, Any]] = []
         self.kept: list[Any] = []

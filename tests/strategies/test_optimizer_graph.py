@@ -176,6 +176,21 @@ def test_a_number_that_changes_has_it_captured_anew(device: torch.device) -> Non
     assert compared(device, adamw, script).num_replays() == 6
 
 
+@pytest.mark.parametrize("name", ["AdamW", "Adam", "SGD", "two groups"])
+def test_weight_decay_with_a_schedule_is_followed(device: torch.device, name: str) -> None:
+    """Gradients are as the loop has made them after each step, whichever the step was given."""
+
+    def script(job: Job) -> None:
+        for index in range(9):
+            for each, group in enumerate(job.optimizer.param_groups, 1):
+                group["weight_decay"] = 0.1 * each / (1 + index)
+            job.optimizer.zero_grad(set_to_none=index % 2 == 0)
+            job.backward()
+            job.step()
+
+    assert compared(device, BUILDS[name], script).num_replays() == 6
+
+
 def test_no_warmup_makes_the_state_first(device: torch.device) -> None:
     def script(job: Job) -> None:
         for _ in range(4):

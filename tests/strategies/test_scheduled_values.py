@@ -14,17 +14,48 @@ import graphstep
 NUM_STEPS = 12
 
 
+def adamw(parameters: Any, weight_decay: float) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=2.0**-6, weight_decay=weight_decay, fused=True)
+
+
+def adam(parameters: Any, weight_decay: float) -> torch.optim.Optimizer:
+    return torch.optim.Adam(parameters, lr=2.0**-6, weight_decay=weight_decay, fused=True)
+
+
+def adam_that_maximizes(parameters: Any, weight_decay: float) -> torch.optim.Optimizer:
+    return torch.optim.Adam(parameters, lr=2.0**-6, weight_decay=weight_decay, fused=True, amsgrad=True, maximize=True)
+
+
+def sgd(parameters: Any, weight_decay: float) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=2.0**-6, weight_decay=weight_decay, fused=True)
+
+
+def sgd_with_momentum(parameters: Any, weight_decay: float) -> torch.optim.Optimizer:
+    options: dict[str, Any] = {"momentum": 0.9, "nesterov": True}
+    return torch.optim.SGD(parameters, lr=2.0**-6, weight_decay=weight_decay, fused=True, **options)
+
+
+ADDING = [adam, adam_that_maximizes, sgd, sgd_with_momentum]
+
+
 class Job:
     """Everything that has a schedule lies in a tensor on the device, or in the optimizer."""
 
     def __init__(
-        self, device: torch.device, *, decays_in_the_step: bool = False, dtype: torch.dtype = torch.float32
+        self,
+        device: torch.device,
+        *,
+        decays_in_the_step: bool = False,
+        dtype: torch.dtype = torch.float32,
+        build: Callable[[Any, float], torch.optim.Optimizer] = adamw,
+        unscales: bool = True,
     ) -> None:
         torch.manual_seed(0)
-        self.device, self.dtype, self.decays_in_the_step = device, dtype, decays_in_the_step
+        self.device, self.dtype = device, dtype
+        self.decays_in_the_step, self.unscales = decays_in_the_step, unscales
         self.model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4)).to(device, dtype)
         weight_decay = 0.0 if decays_in_the_step else 0.125
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=2.0**-6, weight_decay=weight_decay, fused=True)
+        self.optimizer = build(self.model.parameters(), weight_decay)
         # torch unscales no bfloat16 gradients on a GPU.
         has_scaler = dtype != torch.bfloat16
         self.scaler = torch.amp.GradScaler(device.type, init_scale=2.0**8, growth_interval=4, enabled=has_scaler)
@@ -37,7 +68,8 @@ class Job:
         self.optimizer.zero_grad()
         loss: Tensor = self.model(values).square().mean()
         self.scaler.scale(loss).backward()
-        self.scaler.unscale_(self.optimizer)
+        if self.unscales:
+            self.scaler.unscale_(self.optimizer)
         parameters = list(self.model.parameters())
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         norm = nn.utils.get_total_norm(gradients)
@@ -87,6 +119,10 @@ def weight_decay_that_begins_to_change(job: Job, index: int) -> None:
     job.optimizer.param_groups[0]["weight_decay"] = 0.125 if index < 5 else DECAYS[index]
 
 
+def weight_decay_that_changes_at_the_capture(job: Job, index: int) -> None:
+    job.optimizer.param_groups[0]["weight_decay"] = 0.125 if index < 3 else 0.01 * index
+
+
 def weight_decay_twice(job: Job, index: int) -> None:
     job.optimizer.param_groups[0]["weight_decay"] = (0.125, 0.5, 0.25)[index // 5]
 
@@ -127,6 +163,110 @@ def test_weight_decay_that_begins_to_change_is_captured_anew_once(device: torch.
     row = compared(device, weight_decay_that_begins_to_change)
     assert row.num_replays == NUM_STEPS - 4
     assert row.eager_calls["warmup after a change of weight_decay of an optimizer"] == 1
+
+
+def test_weight_decay_that_changes_when_it_is_captured_is_followed_from_then_on(device: torch.device) -> None:
+    row = compared(device, weight_decay_that_changes_at_the_capture)
+    assert row.num_replays == NUM_STEPS - 3
+
+
+@pytest.mark.parametrize("build", ADDING)
+def test_weight_decay_that_is_added_to_gradients_is_followed(device: torch.device, build: Any) -> None:
+    def change(job: Job, index: int) -> None:
+        job.optimizer.param_groups[0]["weight_decay"] = 0.125 / (1 + index)
+
+    row = compared(device, change, build=build)
+    assert row.num_replays == NUM_STEPS - 3
+    assert dict(row.eager_calls) == {"warmup": 3}
+
+
+@pytest.mark.parametrize("build", ADDING)
+@pytest.mark.parametrize("first", [3, 6])
+def test_it_is_followed_from_the_first_change(device: torch.device, build: Any, first: int) -> None:
+    """A change just before the capture costs nothing; one after it costs one eager call, and no other does."""
+
+    def change(job: Job, index: int) -> None:
+        job.optimizer.param_groups[0]["weight_decay"] = 0.125 if index < first else 0.01 * index
+
+    assert compared(device, change, build=build).num_replays == NUM_STEPS - 3 - (first > 3)
+
+
+def test_added_weight_decay_of_zero_is_captured_anew(device: torch.device) -> None:
+    def change(job: Job, index: int) -> None:
+        job.optimizer.param_groups[0]["weight_decay"] = 0.0 if 5 <= index < 8 else 0.01 * (index + 1)
+
+    assert compared(device, change, build=sgd).num_replays == NUM_STEPS - 3 - 2
+
+
+def test_added_weight_decay_of_gradients_that_the_kernel_unscales_is_captured_anew(device: torch.device) -> None:
+    row = compared(device, weight_decay_twice, build=adam, unscales=False)
+    assert row.num_replays == NUM_STEPS - 3 - 2
+
+
+def momentum(group: dict[str, Any]) -> None:
+    group.update(momentum=0.5)
+
+
+def no_momentum(group: dict[str, Any]) -> None:
+    group.update(momentum=0.0, nesterov=False)
+
+
+def dampening(group: dict[str, Any]) -> None:
+    group.update(dampening=0.25, nesterov=False)
+
+
+def betas(group: dict[str, Any]) -> None:
+    group.update(betas=(0.5, 0.75))
+
+
+def eps(group: dict[str, Any]) -> None:
+    group.update(eps=0.5)
+
+
+@pytest.mark.parametrize(
+    ("build", "number"),
+    [
+        (sgd_with_momentum, momentum),
+        (sgd_with_momentum, no_momentum),
+        (sgd_with_momentum, dampening),
+        (sgd, momentum),
+        (adam, betas),
+        (adamw, betas),
+        (adam, eps),
+    ],
+)
+def test_other_numbers_are_captured_anew(device: torch.device, build: Any, number: Any) -> None:
+    def change(job: Job, index: int) -> None:
+        if index == 6:
+            number(job.optimizer.param_groups[0])
+
+    row = compared(device, change, build=build)
+    assert row.num_replays == NUM_STEPS - 3 - 1
+
+
+@pytest.mark.parametrize("build", [adamw, *ADDING])
+@pytest.mark.parametrize("is_tensor", [False, True])
+@pytest.mark.parametrize("is_on_the_host", [False, True])
+def test_the_rate_of_each_optimizer_is_followed(
+    device: torch.device, build: Any, is_tensor: bool, is_on_the_host: bool
+) -> None:
+    """A number, or a tensor that is written in place, as a scheduler does."""
+    if is_on_the_host and not is_tensor:
+        return
+
+    def change(job: Job, index: int) -> None:
+        group = job.optimizer.param_groups[0]
+        if is_tensor and index == 0:
+            group["lr"] = torch.tensor(2.0**-6, device="cpu" if is_on_the_host else device)
+        rate = 2.0 ** -(5 + index % 4)
+        if is_tensor:
+            group["lr"].fill_(rate)
+        else:
+            group["lr"] = rate
+
+    row = compared(device, change, build=build)
+    assert row.num_replays == NUM_STEPS - 3
+    assert dict(row.eager_calls) == {"warmup": 3}
 
 
 def test_weight_decay_of_half_precision_weights_is_captured_anew(device: torch.device) -> None:

@@ -44,20 +44,20 @@ class FastCheck:
         self._num_guards = 1
         self._facts: Facts | None = None
 
-    def add_to(self, facts: Facts, *, has_layouts: bool) -> None:
-        """Have the compiled part look at the same: at the layouts of tensors too, or at their addresses only."""
+    def add_to(self, facts: Facts, *, may_be_frozen: bool = False) -> None:
+        """Have the compiled part look at the same, or at all but ``requires_grad``. Layouts are as they are now."""
         for container in self._empty:
             facts.size(container, 0)
         contents = iter(self._contents)
         for container, size in zip(self._filled, self._sizes, strict=True):
             facts.whole(container, tuple(islice(contents, size)))
         for tensor, address, wanted in zip(self._tensors, self._addresses, self._layout[0], strict=True):
-            facts.tensor(tensor, address, int(wanted) if has_layouts else -1, False, has_layouts)
+            facts.tensor(tensor, address, -1 if may_be_frozen else int(wanted), False, True)
 
     def speed_up(self, fast: FastPath) -> None:
         """From now on ask the compiled part first."""
         self._facts = fast.Facts()
-        self.add_to(self._facts, has_layouts=True)
+        self.add_to(self._facts)
 
     def holds(self) -> bool:
         """True if nothing has changed. Cost: about 0.15 microseconds a tensor."""

@@ -31,7 +31,9 @@ class Observation:
     generators: list[torch.Generator] = field(default_factory=list)
     """Generators given to random operations by name."""
     externals: list[Tensor] = field(default_factory=list)
-    """One alias over each storage that existed before and was used."""
+    """One alias over each storage that existed before and was used. Of a real run: of those that outlived it."""
+    gone: dict[int, torch_private.WeakStorage] = field(default_factory=dict)
+    """The others of a real run, by key, which no other storage has meanwhile."""
     sources: list[weakref.ref[Tensor]] = field(default_factory=list)
     """For each of those, the tensor that was used first, as long as its owner keeps it."""
     saves_by_hooks: bool = False
@@ -56,12 +58,23 @@ class Observation:
             if source() is None and torch_private.storage_key(tensor) not in known
         ]
 
+    def used(self) -> set[int]:
+        """All storages that existed before and were used, by key."""
+        return {*map(torch_private.storage_key, self.externals), *self.gone}
+
     def forget_storages(self, known: Iterable[int]) -> None:
         """Do not hold on to these: somebody else does."""
         keys = set(known)
         kept = [torch_private.storage_key(tensor) not in keys for tensor in self.externals]
         self.sources = [source for source, is_kept in zip(self.sources, kept, strict=False) if is_kept]
         self.externals = [tensor for tensor, is_kept in zip(self.externals, kept, strict=True) if is_kept]
+
+    def forget_unheld(self) -> None:
+        """Hold on to nothing that nobody else holds: another run would not find it. Where torch cannot tell, to all."""
+        alone = torch.empty(1)
+        num_of_one, *counts = torch_private.HolderCount([alone, *self.externals]).now()
+        pairs = zip(self.externals, counts, strict=True)
+        self.forget_storages([torch_private.storage_key(each) for each, count in pairs if 0 < count <= num_of_one])
 
     @classmethod
     def joined(cls, each: Iterable[Observation]) -> Observation:
@@ -79,7 +92,7 @@ def watch_run(function: Callable[[], T]) -> tuple[T, Observation]:
     watcher = WriteObserver(None, OperationTable())
     with watcher, _sparse_refused():
         result = function()
-    return result, Observation(_filled(watcher.leaves), watcher.generators, watcher.externals)
+    return result, Observation(_filled(watcher.leaves), watcher.generators, watcher.externals, watcher.gone())
 
 
 def observe(function: Callable[[], Any], engine: Engine, *, num_runs: int = 1) -> Observation:
@@ -113,6 +126,7 @@ def observe(function: Callable[[], Any], engine: Engine, *, num_runs: int = 1) -
         leaves,
         watcher.generators,
         watcher.externals,
+        {},
         watcher.sources,
         watcher.sees_saved_taken,
         is_pure=not (written or is_random),

@@ -145,11 +145,11 @@ def has_plain_memory(tensor: Tensor) -> bool:
     return tensor.layout is torch.strided and not tensor.is_quantized and not tensor.is_nested
 
 
-def all_bytes(tensor: Tensor) -> Tensor:
+def all_bytes(of: Tensor | torch.UntypedStorage) -> Tensor:
     """The whole storage of a tensor as bytes, over the same memory. It can be written in any mode."""
+    storage = of.untyped_storage() if isinstance(of, Tensor) else of
     with torch.inference_mode(False):
-        raw = torch.empty(0, dtype=torch.uint8, device=tensor.device)
-        return raw.set_(tensor.untyped_storage())
+        return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
 def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
@@ -168,13 +168,19 @@ class WeakStorage:
 
     def __init__(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
-        weak = getattr(storage, "_weak_ref", None)
+        is_known = hasattr(storage, "_weak_ref") and hasattr(storage, "_new_with_weak_ptr")
         # Without weak references the storage itself is kept: more memory, same meaning.
-        self._held: Any = storage if weak is None else StorageWeakRef(storage)
+        self._held: Any = StorageWeakRef(storage) if is_known else storage
 
     def is_gone(self) -> bool:
         """True once the memory has been freed; never where torch has no weak references."""
         return isinstance(self._held, StorageWeakRef) and bool(self._held.expired())
+
+    def as_bytes(self) -> Tensor | None:
+        """The whole storage as bytes, which hold it from now on; ``None`` once the memory has been freed."""
+        is_weak = isinstance(self._held, StorageWeakRef)
+        storage = torch.UntypedStorage._new_with_weak_ptr(self._held.cdata) if is_weak else self._held
+        return None if storage is None else all_bytes(storage)
 
 
 @contextmanager
@@ -220,13 +226,7 @@ class _CudaBytes:
     """Raw device memory, described by the CUDA array interface."""
 
     def __init__(self, address: int, nbytes: int) -> None:
-        self.__cuda_array_interface__ = {
-            "shape": (nbytes,),
-            "typestr": "|u1",
-            "data": (address, False),
-            "strides": None,
-            "version": 3,
-        }
+        self.__cuda_array_interface__ = {"shape": (nbytes,), "typestr": "|u1", "data": (address, False), "version": 3}
 
 
 @contextmanager

@@ -66,7 +66,8 @@ class WriteObserver(torch_private.DispatchMode):
     What is to be undone cannot replace the memory of a tensor that existed before: that is a :class:`CaptureError`.
 
     Args:
-        log: keeps what is overwritten; ``None`` where nothing is to be undone.
+        log: keeps what is overwritten; ``None`` where nothing is to be undone. Then no memory is held that the function
+            lets go of.
         table: facts about operations.
     """
 
@@ -75,7 +76,7 @@ class WriteObserver(torch_private.DispatchMode):
         self._log = log
         self._table = table
         self._created: dict[int, torch_private.WeakStorage] = {}
-        self._external: dict[int, Tensor] = {}
+        self._external: dict[int, Tensor | torch_private.WeakStorage] = {}
         self._first_seen: dict[int, weakref.ref[Tensor]] = {}
         self._gradients: dict[int, tuple[Tensor, Tensor | None]] = {}
         self._outer_pass = torch_private.backward_pass()
@@ -97,8 +98,14 @@ class WriteObserver(torch_private.DispatchMode):
 
     @property
     def externals(self) -> list[Tensor]:
-        """One alias over each storage that existed before and was used."""
-        return list(self._external.values())
+        """One alias over each storage that existed before and was used; without a log, of those still there."""
+        found = (each if isinstance(each, Tensor) else each.as_bytes() for each in self._external.values())
+        return [each for each in found if each is not None]
+
+    def gone(self) -> dict[int, torch_private.WeakStorage]:
+        """The others, by key, which no other storage has as long as the values live."""
+        weak = ((key, each) for key, each in self._external.items() if not isinstance(each, Tensor))
+        return {key: each for key, each in weak if each.is_gone()}
 
     @property
     def sources(self) -> list[weakref.ref[Tensor]]:
@@ -148,7 +155,10 @@ class WriteObserver(torch_private.DispatchMode):
                 key = torch_private.storage_key(tensor)
                 given.add(key)
                 if key not in self._created and key not in self._external:
-                    self._external[key] = tensor.detach()
+                    # What compiled code makes past the dispatcher seems to have been there before. To hold that would
+                    # keep all activations; what is undone, and what is asked for lost tensors, is held.
+                    is_held = self._log is not None
+                    self._external[key] = tensor.detach() if is_held else torch_private.WeakStorage(tensor)
                     self._first_seen[key] = weakref.ref(tensor)
                     if torch_private.backward_pass() not in (None, self._outer_pass):
                         self.only_in_backward.add(key)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from graphstep.strategies.build import build_strategy
+from graphstep.strategies.clipping import clip_grad_norm_
 from graphstep.strategies.full_iteration import FullCudaGraphWrapper
 from graphstep.strategies.graphed_callables import make_graphed_callables
 from graphstep.strategies.graphed_step import GraphedStep, graph_step
@@ -24,6 +25,7 @@ __all__ = [
     "TransformerEngineGraphs",
     "attach",
     "build_strategy",
+    "clip_grad_norm_",
     "graph_step",
     "make_graphed_callables",
 ]

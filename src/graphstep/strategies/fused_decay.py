@@ -35,39 +35,55 @@ def by_a_factor(weights: Sequence[Tensor], rate: Tensor, number: Tensor) -> None
 
 FORMULAS: Final[tuple[Formula, ...]] = (in_single_precision, in_double_precision, by_a_factor)
 
-_RATES_AND_DECAYS: Final = ((0.3, 0.9), (0.1, 0.37), (2.0**-6, 0.1), (1e-3, 0.05))
+RATES_AND_DECAYS: Final = ((0.3, 0.9), (0.1, 0.37), (2.0**-6, 0.1), (1e-3, 0.05))
+"""What is tried."""
 _NUM_WEIGHTS: Final = 2**14
+_SIZE_OF_REST: Final = 7
+"""Less than a processor does at once: it computes the rest of a tensor by other code, which may round otherwise."""
+_NUM_RESTS: Final = 64
 
 
 def formula_of_kernel(dtype: torch.dtype, device: torch.device) -> Formula | None:
     """The formula that leaves the bits that the kernel leaves, or ``None``. Waits for the device; not in a capture."""
     for formula in FORMULAS:
-        if all(_is_right(formula, dtype, device, rate, decay) for rate, decay in _RATES_AND_DECAYS):
+        if all(_is_right(formula, dtype, device, rate, decay) for rate, decay in RATES_AND_DECAYS):
             return formula
     return None
 
 
+def tried_on(dtype: torch.dtype, device: torch.device) -> tuple[list[Tensor], list[list[Tensor]]]:
+    """Weights of many magnitudes, a large tensor and small ones, and gradients of them for two steps."""
+    sizes = [_NUM_WEIGHTS, *[_SIZE_OF_REST] * _NUM_RESTS]
+    numbers = torch.arange(1, sum(sizes) + 1, dtype=torch.float64, device=device)
+
+    def split(values: Tensor) -> list[Tensor]:
+        return [each.to(dtype, copy=True) for each in values.split(sizes)]
+
+    weights = split(torch.sin(numbers) * torch.exp2(numbers % 23 - 17))
+    return weights, [split(torch.cos(numbers * factor)) for factor in (3, 5)]
+
+
 def _is_right(formula: Formula, dtype: torch.dtype, device: torch.device, rate: float, decay: float) -> bool:
     with torch.no_grad(), torch.autocast(device.type, enabled=False):
-        return torch.equal(*(_weights_after(dtype, device, rate, decay, each) for each in (None, formula)))
+        own, others = (_weights_after(dtype, device, rate, decay, each) for each in (None, formula))
+        return all(map(torch.equal, own, others))
 
 
 def _weights_after(
     dtype: torch.dtype, device: torch.device, rate: float, decay: float, formula: Formula | None
-) -> Tensor:
+) -> list[Tensor]:
     """Some weights after a step of the kernel, which decays them, or before which the formula does."""
-    numbers = torch.arange(1, _NUM_WEIGHTS + 1, dtype=torch.float64, device=device)
-    weight = (torch.sin(numbers) * torch.exp2(numbers % 23 - 17)).to(dtype)
+    weights, (gradients, _) = tried_on(dtype, device)
     lr = torch.tensor(rate, dtype=torch.float32, device=device)
     if formula is not None:
-        formula([weight], lr, torch.tensor(decay, dtype=torch.float64, device=device))
+        formula(weights, lr, torch.tensor(decay, dtype=torch.float64, device=device))
     adamw(
-        [weight],
-        [torch.cos(numbers * 3).to(dtype)],
-        [torch.zeros_like(weight)],
-        [torch.zeros_like(weight)],
+        weights,
+        gradients,
+        [torch.zeros_like(weight) for weight in weights],
+        [torch.zeros_like(weight) for weight in weights],
         [],
-        [torch.zeros((), dtype=torch.float32, device=device)],
+        [torch.zeros((), dtype=torch.float32, device=device) for _ in weights],
         fused=True,
         amsgrad=False,
         beta1=0.9,
@@ -77,4 +93,4 @@ def _weights_after(
         eps=1e-8,
         maximize=False,
     )
-    return weight
+    return weights

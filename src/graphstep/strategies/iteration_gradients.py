@@ -112,7 +112,7 @@ class StepGradients:
 
     def learn(self, before: Before, observation: Observation) -> None:
         """Tell the kinds apart by what was there before and after an eager run, and by what it used."""
-        used = {torch_private.storage_key(tensor) for tensor in observation.externals}
+        used = observation.used()
         kinds = self._kinds = _Kinds()
         self._filled, self._known = [], {id(earlier.leaf) for earlier in before}
         for earlier in before:

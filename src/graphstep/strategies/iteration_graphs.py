@@ -28,6 +28,7 @@ from graphstep.strategies.iteration_refusals import (
     least_warmup,
     parts_not_captured,
     refused,
+    told_of_clipping,
     told_of_wrapper,
     with_children,
 )
@@ -254,7 +255,8 @@ class IterationGraphs:
         if changed:
             self._drop(iteration, stats)
             iteration.why_eager = f"warmup after a change of {changed[0]}"
-            self._count_recapture(iteration, step, changed[0], "keep it in a tensor on the device, or as it is")
+            advice = "keep it in a tensor on the device (graphstep.clip_grad_norm_ takes one), or as it is"
+            self._count_recapture(iteration, step, changed[0], advice)
             return
         numbers = graph.optimizers.refresh()
         if numbers:
@@ -386,6 +388,7 @@ class IterationGraphs:
             if observation is None:
                 observation = self._session.observe(lambda: step.function(iteration.static.arguments))
                 attributes.refuse_changes(where, observation.externals, may_leave_losses=True)
+                observation.forget_unheld()  # Such as what compiled code has made past the dispatcher.
             leaves = observation.leaves if step.fills_gradients else ()
             recording = self._record(step, iteration, stats, observation, leaves, where)
             try:
@@ -402,9 +405,14 @@ class IterationGraphs:
             gradients.forget()
             if self._leaf_streams.give_up_backward(module for _, module in modules):
                 self._warm_up_again()
-            if not isinstance(error, CaptureError) or not is_wrapped(modules, self._session.device):
+            if not isinstance(error, CaptureError):
                 raise
-            raise told_of_wrapper(error, self._leaf_streams.problem) from error
+            told = told_of_clipping(error)
+            if is_wrapped(modules, self._session.device):
+                told = told_of_wrapper(told, self._leaf_streams.problem)
+            if told is error:
+                raise
+            raise told from error
         attributes.ignore_changed()
         # What gives no gradients computes the same whichever parameters are frozen.
         is_evaluation = iteration.last_run is not None and not gradients.are_filled() and not len(step.optimizers)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import traceback
 from collections.abc import Iterator, Sequence
 from typing import Final
 
@@ -80,6 +81,17 @@ def told_of_wrapper(error: CaptureError, problem: str | None) -> CaptureError:
     return CaptureError(what, where=error.where, fix=f"{error.fix}; {_BUILD_IT_THERE}")
 
 
+def told_of_clipping(error: CaptureError) -> CaptureError:
+    """The same error, with another fix where torch reads a threshold or a norm to clip gradients."""
+    cause: BaseException | None = error
+    while cause is not None:
+        files = (frame.f_code.co_filename for frame, _ in traceback.walk_tb(cause.__traceback__))
+        if any(file == nn.utils.clip_grad.__file__ for file in files):
+            return CaptureError(error.what, where=error.where, fix=_CLIP_HERE)
+        cause = cause.__cause__ or cause.__context__
+    return error
+
+
 def refused(where: str, what: str, fix: str) -> CaptureError:
     """The error for one of the texts below."""
     return CaptureError(what, where=where, fix=fix)
@@ -116,5 +128,9 @@ _BUILD_IT_THERE: Final = (
 _CALL_WHAT_IS_INSIDE: Final = (
     "call the plain function in the step (step.__wrapped__ of what graph_step has wrapped, optimizer.step() in place "
     "of an OptimizerGraph), or leave the outer function as it is"
+)
+_CLIP_HERE: Final = (
+    "give a threshold in a tensor to graphstep.clip_grad_norm_; leave error_if_nonfinite out, and look at the norm "
+    "after the step"
 )
 _TAKE_IT_BEFORE: Final = "take the batch before the step, and give it as an argument"

@@ -28,8 +28,9 @@ from graphstep.capture.tree import flatten
 from graphstep.config import MismatchPolicy
 from graphstep.engine import torch_private
 from graphstep.errors import CaptureError, InputMismatchError
-from graphstep.native.interface import Call, Facts, Pattern
+from graphstep.native.interface import Call, Facts
 from graphstep.strategies.local_observed import ObservedCalls, is_subclassed
+from graphstep.strategies.sure_starts import Start
 
 _OR_EAGERLY: Final = "; or let such calls run eagerly: policy='auto' (--cuda-graph-policy auto)"
 _training_of: Final = attrgetter("training")
@@ -80,8 +81,8 @@ class Host(Protocol):
     def is_capturing(self) -> bool:
         """True while regions are captured: their functions run as they are."""
 
-    def before_call(self) -> None:
-        """A call begins: capture what is due, and check what has to hold for a replay."""
+    def before_call(self) -> bool:
+        """A call begins: capture what is due. True if :meth:`verify` is due as well."""
 
     def data_parallel_found(self) -> None:
         """A call came through DistributedDataParallel, of which nothing was known."""
@@ -89,8 +90,12 @@ class Host(Protocol):
     def observed_call(self) -> PlanObserver | None:
         """The one who is told of a call that runs eagerly, if anybody is."""
 
-    def open_run(self, chain: Chain, index: int) -> ChainRun:
-        """A run that begins with this pair of a chain, in flight from now on."""
+    def open_run(self, chain: Chain, index: int, *, is_verified: bool = False) -> ChainRun:
+        """A run that begins with this pair of a chain, in flight from now on.
+
+        Args:
+            is_verified: nothing that the chain reads has moved, or each of its calls will look.
+        """
 
     def not_replayed(self, calls: RegionCalls, reason: EagerReason) -> Callable[..., Any]:
         """No chain can serve a call, for this reason. Returns what runs instead."""
@@ -107,18 +112,6 @@ class Generation:
     links: dict[Signature, list[tuple[Chain, int]]] = field(default_factory=dict)
     is_settled: bool = False
     """Attributes that the region sets itself are left out."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Start:
-    """What a call looks like that surely begins a run of one chain."""
-
-    chain: Chain
-    index: int
-    pattern: Pattern
-    """Of its arguments."""
-    facts: Facts
-    """All else."""
 
 
 class RegionCalls:
@@ -235,7 +228,7 @@ class RegionCalls:
             return False
         if not owner.attributes.add_to(facts):
             return False
-        self._place.add_to(facts, has_layouts=False)
+        self._place.add_to(facts, may_be_frozen=True)
         for module, is_training in zip(self.region.modules, pair.signature.training, strict=True):
             facts.entry(module.__dict__, "training", is_training)
         for parameter, is_wanted in zip(self._parameters, pair.signature.trainable, strict=True):
@@ -302,14 +295,19 @@ class RegionCalls:
             return self._eager(reason, arguments, named)
         if torch_private.data_parallel_is_active() and not host.is_data_parallel:
             host.data_parallel_found()
-        host.before_call()
+        is_due = host.before_call()
         found = self._surely_starts(arguments, named)
         if found is not None:
             start, given = found
+            if is_due and not start.is_watched:
+                host.verify()
             if self.manual_hook is not None:
                 self.manual_hook()
             ambient = start.chain.pairs[start.index].signature.ambient.key
-            return host.open_run(start.chain, start.index).start(given, arguments, named, ambient)
+            run = host.open_run(start.chain, start.index, is_verified=start.is_watched)
+            return run.start(given, arguments, named, ambient)
+        if is_due:
+            host.verify()
         self.look_at_attributes()
         if self._is_debugging:
             host.verify()
@@ -333,8 +331,7 @@ class RegionCalls:
         for start in self.starts:
             tensors = start.pattern.flat(arguments, named)
             if tensors is not None:
-                is_same = start.chain.pairs[start.index].owner is self.current and start.facts.hold()
-                return (start, tensors) if is_same and _why_not(start.chain, start.index, tensors) is None else None
+                return (start, tensors) if start.facts.hold() and start.is_free(tensors) else None
         return None
 
     def _replayed(

@@ -166,11 +166,14 @@ class CudaGraphManager:
 
     # ----- what the calls ask
 
-    def before_call(self) -> None:
-        """With nothing in flight: capture what is due, and check that nothing has moved.
+    def before_call(self) -> bool:
+        """With nothing in flight: capture what is due.
+
+        Returns:
+            True if :meth:`verify` is due as well: nothing is in flight, or it was not for long.
 
         Raises:
-            StaleAddressError: a parameter, buffer or gradient has moved since the capture, or a module was replaced.
+            StaleAddressError: a parameter or buffer has moved since the capture, or a module was replaced.
             CaptureError: see :meth:`end_step`.
         """
         observer = self.observer
@@ -182,14 +185,13 @@ class CudaGraphManager:
                 self._capture_observed()
         self._num_unchecked += 1
         if self._num_open and self._num_unchecked < _MAX_UNCHECKED:
-            return
+            return False
         if self._watched is not None and self._is_built_later and self._build.poll() is not None and not self._num_open:
             self._is_built_later = False
+            self.verify()  # What the compiled part is told to look for is what it finds now.
             self._use_fast_path()
         self._num_unchecked = 0
-        if self._watched is None:
-            return
-        self.verify()
+        return self._watched is not None
 
     def data_parallel_found(self) -> None:
         """From now on autograd accumulates gradients: what was captured without that is forgotten."""
@@ -219,17 +221,17 @@ class CudaGraphManager:
                 fix="register it as a buffer of the module that reads it, and write new values into it",
             )
 
-    def open_run(self, chain: Chain, index: int) -> ChainRun:
-        """A run that begins with this pair of a chain, in flight from now on."""
-        check = self.before_run(chain, index)
+    def open_run(self, chain: Chain, index: int, *, is_verified: bool = False) -> ChainRun:
+        """See :class:`graphstep.strategies.local_calls.Host`."""
+        check = self.before_run(chain, index, is_verified=is_verified)
         self._num_open += 1
         return ChainRun(chain, index, self._run_closed, check)
 
     def _run_closed(self) -> None:
         self._num_open -= 1
 
-    def before_run(self, chain: Chain, index: int) -> Callable[[GraphPair], None] | None:
-        """Check the addresses of the chain if something else is in flight: :meth:`before_call` has not done it then.
+    def before_run(self, chain: Chain, index: int, *, is_verified: bool = False) -> Callable[[GraphPair], None] | None:
+        """Check the addresses of the chain if something else is in flight: :meth:`verify` was not due then.
 
         In debug mode, they are checked before backwards too.
 
@@ -237,7 +239,7 @@ class CudaGraphManager:
             What is called before the backward, with the last pair that has run forward.
         """
         del index
-        if self._num_open:
+        if self._num_open and not is_verified:
             self._verify_chain(chain)
         return (lambda _last: self.verify()) if self.is_debugging else None
 
@@ -394,7 +396,7 @@ class CudaGraphManager:
         for chain in chains:
             add_relay(fast, chain, self._regions)
         for calls in self._regions.values():
-            add_starts(fast, calls)
+            add_starts(fast, calls, self._regions)
         for watched in (self._watched, *self._watched_of.values()):
             if watched is not None:
                 watched.fast.speed_up(fast)

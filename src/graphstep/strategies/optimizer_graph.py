@@ -24,9 +24,9 @@ STAGE = "optimizer"
 class OptimizerGraph:
     """Runs an optimizer's step eagerly for the first calls, and as one graph launch from then on.
 
-    Learning rates, and the weight decay of AdamW, are read from ``param_groups`` before each replay; another number
-    that changes has the step captured anew. State that is loaded, parameters that are added, and gradients that are
-    there or not are noticed. The graph reads gradients where they were at its capture: one that lies elsewhere is
+    Learning rates, and weight decays of torch's optimizers, are read from ``param_groups`` before each replay; another
+    number that changes has the step captured anew. State that is loaded, parameters that are added, and gradients that
+    are there or not are noticed. The graph reads gradients where they were at its capture: one that lies elsewhere is
     copied there, which costs a pass over it, and does not happen with ``zero_grad(set_to_none=False)`` or with
     gradients that graphs of this library fill.
 

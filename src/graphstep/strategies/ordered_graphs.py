@@ -148,7 +148,7 @@ class OrderedGraphs(CudaGraphManager):
 
     # ----- what the calls ask
 
-    def before_call(self) -> None:
+    def before_call(self) -> bool:
         """See the base; and replace graphs whose results callers hold for good."""
         # What comes by here is not what a run expects: a layer was skipped, and its results hold memory.
         for now in self._current.values():
@@ -160,7 +160,7 @@ class OrderedGraphs(CudaGraphManager):
             if self._num_held_steps >= self._config.capture_after:
                 self._num_held_steps = 0
                 self._replace()
-        super().before_call()
+        return super().before_call()
 
     def _num_in_flight(self) -> int:
         return self._num_open + len(self._eager_in_flight)
@@ -184,9 +184,9 @@ class OrderedGraphs(CudaGraphManager):
                 return None
         return observer
 
-    def before_run(self, chain: Chain, index: int) -> Callable[[GraphPair], None] | None:
+    def before_run(self, chain: Chain, index: int, *, is_verified: bool = False) -> Callable[[GraphPair], None] | None:
         """It is the turn of a chunk when a layer begins, and of its backward when the first backward half does."""
-        check = super().before_run(chain, index)
+        check = super().before_run(chain, index, is_verified=is_verified)
         now = self._turn_of(chain.pairs[index].region)
         if now is None:
             return check
@@ -200,11 +200,11 @@ class OrderedGraphs(CudaGraphManager):
 
         return take_backward
 
-    def open_run(self, chain: Chain, index: int) -> ChainRun:
+    def open_run(self, chain: Chain, index: int, *, is_verified: bool = False) -> ChainRun:
         """See the base; weight gradients may have a turn of their own."""
         triple = chain.pairs[index]
         if not isinstance(triple, GraphTriple):
-            return super().open_run(chain, index)
+            return super().open_run(chain, index, is_verified=is_verified)
         check = self.before_run(chain, index)
         now = self._current[self._chunk_of[triple.region]]
         self._num_open += 1

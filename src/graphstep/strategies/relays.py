@@ -20,7 +20,8 @@ from graphstep.capture.tree import Node, Value
 from graphstep.engine import compiled_part, kernel_switches
 from graphstep.errors import LifecycleError
 from graphstep.native.interface import Call, Facts, FastPath, Pattern, Relay
-from graphstep.strategies.local_calls import RegionCalls, Start
+from graphstep.strategies.local_calls import RegionCalls
+from graphstep.strategies.sure_starts import Start
 
 
 def add_backward(fast: FastPath, chain: Chain) -> None:
@@ -42,7 +43,7 @@ def callable_facts(fast: FastPath, pair: GraphPair, attributes: Attributes | Non
         return None
     if (attributes is not None and not attributes.add_to(facts)) or not _add_modes(facts, pair):
         return None
-    watched.fast.add_to(facts, has_layouts=True)
+    watched.fast.add_to(facts)
     for module, is_training in zip(pair.region.modules, pair.signature.training, strict=True):
         facts.entry(module.__dict__, "training", is_training)
     for parameter in pair.accumulated:
@@ -76,17 +77,20 @@ def add_relay(fast: FastPath, chain: Chain, regions: Mapping[Region, RegionCalls
     chain.relay = NativeRelay(relay, ambient.key)
 
 
-def add_starts(fast: FastPath, calls: RegionCalls) -> None:
+def add_starts(fast: FastPath, calls: RegionCalls, regions: Mapping[Region, RegionCalls]) -> None:
     """Tell a region which of its calls surely begin a run: those with plain arguments, and one set of graphs."""
     starts = []
     for signature, links in calls.links.items():
         pattern = pattern_of(fast, signature)
-        if pattern is None or len(links) != 1:
-            continue
         chain, index = links[0]
-        pair, facts = chain.pairs[index], fast.Facts()
-        if calls.add_facts(facts, pair) and _add_modes(facts, pair):
-            starts.append(Start(chain, index, pattern, facts))
+        if pattern is None or len(links) != 1 or chain.pairs[index].forward is None:
+            continue
+        facts, graph = fast.Facts(), chain.graph_at(index)
+        launched = tuple((pair, regions[pair.region]) for pair in graph)
+        if _add_modes(facts, graph[0]) and all(called.add_facts(facts, pair) for pair, called in launched):
+            for parameter in (parameter for pair in graph for parameter in pair.accumulated):
+                facts.tensor(parameter, parameter.data_ptr(), -1, True, False)
+            starts.append(Start(chain, index, launched, pattern, facts))
     calls.starts = tuple(starts)
 
 

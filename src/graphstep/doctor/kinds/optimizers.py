@@ -64,13 +64,13 @@ def step(x):
     ),
     Kind(
         code="GS-O003",
-        title="clipping reads the gradient norm on the host",
+        title="clipping reads the gradient norm or its threshold on the host",
         severity=Severity.error,
         effect=Effect.capture_fails,
-        why="error_if_nonfinite=True asks whether the norm is finite before it goes on: the host waits, which CUDA "
-        "refuses "
-        "in a capture.",
-        fix="leave error_if_nonfinite out, and look at the returned norm after the step",
+        why="error_if_nonfinite=True asks whether the norm is finite before it goes on, and torch makes a number of a "
+        "threshold in a tensor: the host waits, which CUDA refuses in a capture.",
+        fix="leave error_if_nonfinite out, and look at the returned norm after the step; give a threshold in a tensor "
+        "to graphstep.clip_grad_norm_",
         broken="""
 def step(x):
     layer(x).sum().backward()
