@@ -110,7 +110,7 @@ class FunctionWatch(HostReadGuard):
             self._notes.add("GS-W009", "assignment to .grad", only_direct=True)
         elif (
             func.__self__ is Tensor.data
-            and isinstance(args[0], nn.Parameter)
+            and (isinstance(args[0], nn.Parameter) or (args[0].is_leaf and args[0].requires_grad))
             and storage_of(args[0]) != storage_of(args[1])  # `p.data -= x` assigns the memory that it has.
         ):
             detail = self._notes.roles.name_of(args[0])
