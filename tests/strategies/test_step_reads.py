@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -130,6 +131,8 @@ class Trainer:
         self.terms = {"one": [self.loss.by_the_global]}
         self.target = torch.zeros(3, device=device)
         self.factors = np.ones(2)
+        self.own = threading.local()
+        self.own.factor = 1.0
         self.last: Tensor | None = None
         self.counts: dict[int, str] = {}
         self.history: list[Tensor] = []
@@ -213,6 +216,9 @@ class Trainer:
     def array(self, values: Tensor) -> Tensor:
         return self.backward(self.output(values).square().mean() * float(self.factors[1]))
 
+    def of_the_thread(self, values: Tensor) -> Tensor:
+        return self.backward(self.output(values).square().mean() * self.own.factor)
+
     def tensor(self, values: Tensor) -> Tensor:
         return self.backward((self.output(values) - self.target).square().mean())
 
@@ -273,6 +279,7 @@ CHANGES: dict[str, Callable[[Trainer], Any]] = {
     "attribute_of_a_function": lambda t: set_own_factor(3.0),
     "function_of_autograd": lambda t: setattr(Scaled, "factor", 3.0),
     "variable_for_its_apply": lambda t: setattr(Scaled, "factor", 3.0),
+    "of_the_thread": lambda t: setattr(t.own, "factor", 3.0),
     "array": lambda t: t.factors.fill(3.0),
     "tensor": replace_target,
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dis
 import functools
 import inspect
+import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from enum import Enum
@@ -238,7 +239,7 @@ class StepReads:
         name, rest = attributes[0], attributes[1:]
         if isinstance(value, LRScheduler) and name in _READS_THE_RATE:
             self._note(f"{path}.last_epoch", vars(value), "last_epoch", is_whole=False)
-        if not isinstance(value, nn.Module | type) and _is_of_library(type(value)):
+        if not isinstance(value, nn.Module | type | threading.local) and _is_of_library(type(value)):
             return
         if isinstance(value, Optimizer | LRScheduler):
             self._follow_class(path, value, name)
