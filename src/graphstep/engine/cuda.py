@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 import torch
 from torch import Tensor
@@ -96,6 +96,10 @@ class _Lane:
 
     pool: Any
     anchor: torch.cuda.CUDAGraph
+
+
+_MOST_STREAMS: Final = 8
+"""Tried for one on which nobody has multiplied. The workspaces of each stay."""
 
 
 class CudaEngine:
@@ -288,14 +292,24 @@ class CudaEngine:
         write there still. Allocated inside a capture it would lie among what other graphs keep. The backward pass runs
         in a thread with handles of its own.
         """
-        is_first = self.workspace_pool is None
-        if is_first:
-            self.workspace_pool = torch.cuda.graph_pool_handle()
+        if self.workspace_pool is not None:
+            self._take_workspaces()
+            return
+        for _ in range(_MOST_STREAMS):
+            self.workspace_pool = cuda_workspaces.pool_of(self._stream)
+            (before,) = pool_segments([self.workspace_pool])
+            self._take_workspaces()
+            (after,) = pool_segments([self.workspace_pool])
+            self._workspace_bytes += after - before
+            if cuda_workspaces.are_in(self.workspace_pool, self._stream):
+                return
+            # Somebody has multiplied on this stream: its workspaces lie where others will have their memory one day.
+            self._stream = torch.cuda.Stream(self._device)
+
+    def _take_workspaces(self) -> None:
         with torch.inference_mode(False), torch.autocast("cuda", enabled=False), self.capture_stream():
             cuda_workspaces.take(self.workspace_pool, self._device)
         torch.cuda.synchronize(self._device)
-        if is_first:
-            self._workspace_bytes = pool_segments([self.workspace_pool])[0]
 
     def _open_lane(self) -> _Lane:
         """A new pool, and a graph in it: the allocator gives up a pool that no graph uses, and refuses its name."""

@@ -13,6 +13,27 @@ from graphstep.engine.compiled_part import apply_of
 from graphstep.engine.cuda_memory import stream_allocating_in
 
 
+_FIRST_NAME: Final = 1 << 62
+"""Far from the names that torch gives to pools: it counts them."""
+
+
+def pool_of(stream: torch.cuda.Stream) -> tuple[int, int]:
+    """The name of the pool for the workspaces of a stream: the same for all who have that stream, one after another."""
+    return 0, _FIRST_NAME | stream.cuda_stream
+
+
+def are_in(pool: Any, stream: torch.cuda.Stream) -> bool:
+    """False if workspaces of the stream lie elsewhere, as far as the sizes of what is allocated on it tell. Slow."""
+    sizes, elsewhere = set[int](), set[int]()
+    for segment in torch.cuda.memory_snapshot():
+        is_own = tuple(segment["segment_pool_id"]) == tuple(pool)
+        if not is_own and int(segment["stream"]) != stream.cuda_stream:
+            continue
+        found = sizes if is_own else elsewhere
+        found.update(int(block["size"]) for block in segment["blocks"] if block["state"] != "inactive")
+    return bool(sizes) and not sizes & elsewhere
+
+
 def take(pool: Any, device: torch.device) -> None:
     """Have the libraries take the workspaces of the current stream from a pool, unless they have some.
 
