@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Final, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -96,10 +96,6 @@ class _Lane:
 
     pool: Any
     anchor: torch.cuda.CUDAGraph
-
-
-_MOST_STREAMS: Final = 8
-"""Tried for one on which nobody has multiplied. The workspaces of each stay."""
 
 
 class CudaEngine:
@@ -295,16 +291,12 @@ class CudaEngine:
         if self.workspace_pool is not None:
             self._take_workspaces()
             return
-        for _ in range(_MOST_STREAMS):
-            self.workspace_pool = cuda_workspaces.pool_of(self._stream)
-            (before,) = pool_segments([self.workspace_pool])
-            self._take_workspaces()
-            (after,) = pool_segments([self.workspace_pool])
-            self._workspace_bytes += after - before
-            if cuda_workspaces.are_in(self.workspace_pool, self._stream):
-                return
-            # Somebody has multiplied on this stream: its workspaces lie where others will have their memory one day.
-            self._stream = torch.cuda.Stream(self._device)
+        self._stream = cuda_workspaces.unused_stream(self._stream)
+        self.workspace_pool = cuda_workspaces.pool_of(self._stream)
+        (before,) = pool_segments([self.workspace_pool])
+        self._take_workspaces()
+        (after,) = pool_segments([self.workspace_pool])
+        self._workspace_bytes = after - before
 
     def _take_workspaces(self) -> None:
         with torch.inference_mode(False), torch.autocast("cuda", enabled=False), self.capture_stream():

@@ -12,7 +12,8 @@ from torch import Tensor
 from graphstep.engine.compiled_part import apply_of
 from graphstep.engine.cuda_memory import stream_allocating_in
 
-
+_NUM_STREAMS: Final = 32
+"""As many as torch makes before it gives them out again."""
 _FIRST_NAME: Final = 1 << 62
 """Far from the names that torch gives to pools: it counts them."""
 
@@ -22,16 +23,22 @@ def pool_of(stream: torch.cuda.Stream) -> tuple[int, int]:
     return 0, _FIRST_NAME | stream.cuda_stream
 
 
-def are_in(pool: Any, stream: torch.cuda.Stream) -> bool:
-    """False if workspaces of the stream lie elsewhere, as far as the sizes of what is allocated on it tell. Slow."""
-    sizes, elsewhere = set[int](), set[int]()
-    for segment in torch.cuda.memory_snapshot():
-        is_own = tuple(segment["segment_pool_id"]) == tuple(pool)
-        if not is_own and int(segment["stream"]) != stream.cuda_stream:
-            continue
-        found = sizes if is_own else elsewhere
-        found.update(int(block["size"]) for block in segment["blocks"] if block["state"] != "inactive")
-    return bool(sizes) and not sizes & elsewhere
+def unused_stream(first: torch.cuda.Stream) -> torch.cuda.Stream:
+    """A stream on which nobody else has memory; ``first`` if all that torch gives out are used. Slow.
+
+    Who has multiplied on a stream has its workspaces: where others will have their memory when torch frees those.
+    """
+    used = {
+        int(segment["stream"])
+        for segment in torch.cuda.memory_snapshot()
+        if not any(segment["segment_pool_id"]) and any(block["state"] != "inactive" for block in segment["blocks"])
+    }
+    stream = first
+    for _ in range(_NUM_STREAMS):
+        if stream.cuda_stream not in used:
+            return stream
+        stream = torch.cuda.Stream(first.device)
+    return first
 
 
 def take(pool: Any, device: torch.device) -> None:
