@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import graphstep
+from graphstep.strategies.added_decay import type_of_number
 
 NUM_STEPS = 12
 
@@ -127,6 +128,12 @@ def weight_decay_twice(job: Job, index: int) -> None:
     job.optimizer.param_groups[0]["weight_decay"] = (0.125, 0.5, 0.25)[index // 5]
 
 
+def is_followed(device: torch.device, build: Any) -> bool:
+    """Kernels of Adam on a GPU may round some elements otherwise than others: their decay is captured anew then."""
+    may_differ = device.type == "cuda" and build in (adam, adam_that_maximizes)
+    return not may_differ or type_of_number("Adam", {"fused": True}, torch.float32, device) is not None
+
+
 def compared(device: torch.device, change: Callable[[Job, int], None], **options: Any) -> Any:
     plain, graphed = Job(device, **options), Job(device, **options)
     step = graphstep.graph_step(graphed.step)
@@ -176,8 +183,11 @@ def test_weight_decay_that_is_added_to_gradients_is_followed(device: torch.devic
         job.optimizer.param_groups[0]["weight_decay"] = 0.125 / (1 + index)
 
     row = compared(device, change, build=build)
-    assert row.num_replays == NUM_STEPS - 3
-    assert dict(row.eager_calls) == {"warmup": 3}
+    if is_followed(device, build):
+        assert row.num_replays == NUM_STEPS - 3
+        assert dict(row.eager_calls) == {"warmup": 3}
+    else:
+        assert row.eager_calls["warmup after a change of weight_decay of an optimizer"]
 
 
 @pytest.mark.parametrize("build", ADDING)
@@ -188,7 +198,8 @@ def test_it_is_followed_from_the_first_change(device: torch.device, build: Any, 
     def change(job: Job, index: int) -> None:
         job.optimizer.param_groups[0]["weight_decay"] = 0.125 if index < first else 0.01 * index
 
-    assert compared(device, change, build=build).num_replays == NUM_STEPS - 3 - (first > 3)
+    row = compared(device, change, build=build)
+    assert row.num_replays == NUM_STEPS - 3 - (first > 3) or not is_followed(device, build)
 
 
 def test_added_weight_decay_of_zero_is_captured_anew(device: torch.device) -> None:
