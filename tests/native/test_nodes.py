@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.native.test_relays import equal
 from torch import Tensor, nn
 
 import graphstep
@@ -63,11 +64,6 @@ def warm(model: nn.Sequential, session: CudaGraphManager) -> None:
     for number in range(3):
         step(model, number)
         session.end_step()
-
-
-def equal(mine: list[Tensor], theirs: list[Tensor]) -> bool:
-    """Bit for bit."""
-    return len(mine) == len(theirs) and all(map(torch.equal, mine, theirs))
 
 
 def num_visits(profiler: torch.profiler.profile, name: str) -> int:
