@@ -65,7 +65,7 @@ class FastLook:
         self._had_hooks = any(entry[-1] for kind in kinds for entries in kind for entry in entries)
 
     def holds(self) -> bool:
-        """True if all attributes are the same objects with the same arrays, and there are no hooks and were none."""
+        """True if all attributes are the same objects, arrays have their content, and no hooks are or were there."""
         return (
             self._is_possible
             and not self._had_hooks

@@ -1,4 +1,4 @@
-"""Arrays of numpy that Python keeps: their content counts, as a number would, where a step itself changes it."""
+"""Arrays of numpy that Python keeps: compared by their content, as numbers are."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 
 _MOST_BYTES: Final = 1 << 20
-"""Of an array whose content is compared."""
+"""Of an array whose content is compared: each look at it copies its bytes."""
 
 
 class HostArray(NamedTuple):

@@ -128,8 +128,9 @@ class CallWatch:
             if isinstance(getattr(function, "__self__", None), torch.Generator):
                 self._note("GS-R003", "Generator.manual_seed", frame)
         elif is_own and isinstance(getattr(function, "__self__", None), Tensor) and function.__name__ in _READS:
-            if self._notes.function:  # Inside of one of torch's functions, as hooks on what is saved are: calls there
-                self._note(_READS[function.__name__], f"Tensor.{function.__name__}", frame)  # are not told to modes.
+            # Modes are told of calls, but not of those inside of one of torch's functions: hooks on what is saved.
+            if self._notes.function:
+                self._note(_READS[function.__name__], f"Tensor.{function.__name__}", frame)
         elif is_own and _is_clock(function):
             self._note("GS-Y006", f"time.{function.__name__}", frame)
         elif is_own and _is_calendar(function):

@@ -293,6 +293,7 @@ class CudaEngine:
             return
         self._stream = cuda_workspaces.unused_stream(self._stream)
         self.workspace_pool = cuda_workspaces.pool_of(self._stream)
+        # An earlier engine with this stream may have left its workspaces in the pool.
         (before,) = pool_segments([self.workspace_pool])
         self._take_workspaces()
         (after,) = pool_segments([self.workspace_pool])

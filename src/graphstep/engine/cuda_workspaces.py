@@ -26,7 +26,8 @@ def pool_of(stream: torch.cuda.Stream) -> tuple[int, int]:
 def unused_stream(first: torch.cuda.Stream) -> torch.cuda.Stream:
     """A stream on which nobody else has memory; ``first`` if all that torch gives out are used. Slow.
 
-    Who has multiplied on a stream has its workspaces: where others will have their memory when torch frees those.
+    The workspaces of a stream belong to whoever was first to multiply on it. Graphs that write there would write into
+    the memory of others once torch has freed them.
     """
     used = {
         int(segment["stream"])

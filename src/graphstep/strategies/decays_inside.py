@@ -91,8 +91,9 @@ class DecaysInside:
                 return  # A closure computes gradients first, with weights that have not decayed.
             for index, group in enumerate(optimizer.param_groups):
                 key, number = (id(optimizer), index), group.get("weight_decay")
+                # What was written was found out before, outside of a capture: kernels cannot be tried in one.
                 if self._written.get(key) != number or not self._is_done_here(optimizer, index, group):
-                    continue  # The first says that it was asked before, outside of a capture.
+                    continue
                 if group.get("decoupled_weight_decay"):
                     formula = self._formula_of(group) if group.get("fused") else None
                     _decay(optimizer, group, self._numbers[key], formula)

@@ -136,11 +136,10 @@ class StepReads:
             self._follow(function.func)
             self.add_values([*function.args, *function.keywords.values()])
         elif isinstance(function, MethodType):
-            if isinstance(function.__self__, type) and issubclass(
-                function.__self__, Function
-            ):  # a variable for ``apply``
-                self._follow_class(path, function.__self__, function.__name__)
-            self._follow(function.__func__, function.__self__, path)
+            owner = function.__self__
+            if isinstance(owner, type) and issubclass(owner, Function):  # A variable may hold its ``apply``.
+                self._follow_class(path, owner, function.__name__)
+            self._follow(function.__func__, owner, path)
         elif isinstance(function, FunctionType):
             if _is_users(function):
                 self._read(function, bound, path)
