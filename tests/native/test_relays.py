@@ -6,6 +6,8 @@ import copy
 import gc
 import weakref
 from collections.abc import Iterator
+from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,7 +17,7 @@ from torch import Tensor, nn
 import graphstep
 from graphstep.capture.chain_run import ChainRun
 from graphstep.config import CudaGraphConfig, CudaGraphImpl
-from graphstep.errors import LifecycleError
+from graphstep.errors import LifecycleError, StaleAddressError
 from graphstep.native.build import VARIABLE
 from graphstep.native.interface import FastPath
 from graphstep.strategies.manager import CudaGraphManager
@@ -169,6 +171,40 @@ def _outcome(model: Model) -> str | list[Any]:
         return [tensor.tolist() for tensor in steps(model, 1, None)]
     except (LifecycleError, RuntimeError) as error:
         return type(error).__name__
+
+
+@pytest.mark.parametrize("choice", ["required", "off"])
+@pytest.mark.parametrize("merge", [1, 2])
+def test_a_weight_of_a_later_layer_with_other_strides_is_seen(
+    fast: FastPath, monkeypatch: pytest.MonkeyPatch, merge: int, choice: str
+) -> None:
+    del fast
+    monkeypatch.setenv(VARIABLE, choice)
+    expected_model, model = Model(), Model()
+    with attached(model, merge) as session:
+        steps(expected_model, 3, None)
+        steps(model, 3, session)
+        for each in (expected_model, model):
+            weight = each.layers[2].linear.weight
+            weight.data = weight.data.t()
+        expected = steps(expected_model, 1, None)
+        with suppress(StaleAddressError):  # Refused, or run eagerly.
+            assert equal(steps(model, 1, None), expected)
+
+
+@pytest.mark.parametrize("ask", ["grad", "inputs"])
+def test_a_second_pass_towards_parameters_is_refused(fast: FastPath, ask: str) -> None:
+    del fast
+    model = Model()
+    with attached(model, 1) as session:
+        steps(model, 3, session)
+        shift = torch.zeros(8, requires_grad=True)
+        loss = (model(torch.randn(2, 8), torch.ones(2, 8)) + shift).sum()
+        loss.backward(retain_graph=True)
+        weight = model.layers[1].linear.weight
+        run = partial(torch.autograd.grad, loss, allow_unused=True) if ask == "grad" else loss.backward
+        with pytest.raises(LifecycleError, match="has run already"):
+            run(inputs=[weight, shift])
 
 
 @pytest.mark.parametrize("merge", [1, 0])

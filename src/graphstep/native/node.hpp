@@ -63,7 +63,8 @@ struct Landmarks : autograd::Node {
   autograd::edge_list passed;
 
   autograd::variable_list apply(autograd::variable_list&&) override {
-    if (accumulates_all()) {
+    // Only then does the engine call release_variables after this.
+    if (accumulates_all() && !autograd::get_current_graph_task_keep_graph()) {
       autograd::edge_list& edges = next_edges();
       auto rest = std::partition(edges.begin(), edges.end(), [](const autograd::Edge& edge) {
         return edge.function.use_count() > 1;
@@ -73,6 +74,14 @@ struct Landmarks : autograd::Node {
       edges.erase(rest, edges.end());
     }
     return autograd::variable_list(num_outputs());
+  }
+
+  // The engine goes on along as many edges as apply has returned, the first ones. A later pass has to come by here too,
+  // to be refused.
+  void release_variables() override {
+    autograd::edge_list& edges = next_edges();
+    edges.insert(edges.end(), std::make_move_iterator(passed.begin()), std::make_move_iterator(passed.end()));
+    passed.clear();
   }
 
   std::string name() const override { return "Landmarks"; }

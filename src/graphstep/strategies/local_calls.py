@@ -259,7 +259,8 @@ class RegionCalls:
         if pending is not None:
             self.pending = None
             self.look_at_attributes()
-            is_in_place = self._place is not None and self._place.is_in_place()
+            place = self._place
+            is_in_place = place is not None and place.is_in_place() and place.is_laid_out_so()
             is_as_launched = is_in_place and not pending.has_run_on_old()
             if (
                 pending.matches(arguments, named)
