@@ -213,7 +213,7 @@ def _operation(change: Change) -> str:
 
 
 def _read_from_above(readers: dict[str, Callable[[], Any]], before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """What lies in an object that a run replaces by another one is read where that object is: there is the line."""
+    """Watch the place of an object that a run replaces, not what lay in it: there is the line that replaces it."""
     for path in list(readers):
         ends = (end for end, sign in enumerate(path) if sign in ".[" and path[:end] in readers)
         above = next((path[:end] for end in ends if before.get(path[:end]) is not now.get(path[:end], GONE)), None)
