@@ -207,6 +207,19 @@ def test_a_second_pass_towards_parameters_is_refused(fast: FastPath, ask: str) -
             run(inputs=[weight, shift])
 
 
+def test_the_last_node_of_a_backward_is_where_its_results_are(fast: FastPath) -> None:
+    """The engine has whoever calls backward wait for the streams of such nodes only."""
+    del fast
+    model = Model()
+    with attached(model, 1) as session:
+        steps(model, 3, session)
+        result = model.layers[0](torch.randn(2, 8, requires_grad=True), torch.ones(2, 8))
+        landmarks = result.grad_fn.next_functions[-1][0]
+        assert landmarks.name() == "Landmarks"
+        (metadata,) = landmarks._input_metadata
+        assert (metadata.device, tuple(metadata.shape)) == (result.device, (2, 8))
+
+
 @pytest.mark.parametrize("merge", [1, 0])
 def test_a_pass_that_is_given_up_leaves_nothing(fast: FastPath, merge: int) -> None:
     del fast

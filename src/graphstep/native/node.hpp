@@ -243,7 +243,6 @@ PyObject* relay_replay(PyObject* object, PyObject* arguments) {
   node->relay = reinterpret_cast<Relay*>(Py_NewRef(object));
   Landmarks* between;
   NodePointer owner_between = make_node<Landmarks>(&between);
-  between->add_input_metadata(autograd::Node::undefined_input());
   if (!add_edges(node, leaves) || !add_edges(between, landmarks)) return nullptr;
   node->add_next_edge(autograd::Edge(std::move(owner_between), 0));
   PyObject* results;
@@ -257,6 +256,9 @@ PyObject* relay_replay(PyObject* object, PyObject* arguments) {
     Py_DECREF(results);
     return nullptr;
   }
+  // Gradients are made on the stream of this call. The engine has whoever calls backward wait for the streams of the last
+  // nodes, and the landmarks may be the only one.
+  if (PyTuple_GET_SIZE(results) > 0) between->add_input_metadata(THPVariable_Unpack(PyTuple_GET_ITEM(results, 0)));
   Py_ssize_t at = 0;
   for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(results); ++i) {
     bool is_skipped = at < PyList_GET_SIZE(skipped) && PyLong_AsSsize_t(PyList_GET_ITEM(skipped, at)) == i;
