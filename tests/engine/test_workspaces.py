@@ -109,6 +109,27 @@ def test_sessions_leave_nothing_behind_but_workspaces(engine: CudaEngine) -> Non
     assert 0 < min(sizes) <= max(sizes) < 2**27
 
 
+def test_engines_one_after_another_have_the_same_workspaces(engine: CudaEngine) -> None:
+    left, right = product_of(engine)
+    engine.capture(lambda: left @ right)
+    streams, taken = set[int](), []
+    for _ in range(4):
+        other = CudaEngine()
+        other.capture(lambda: left @ right)
+        streams.add(other._stream.cuda_stream)
+        taken.append(other.workspace_bytes)
+        other.close()
+    assert len(streams) == 1
+    assert taken[1:] == [0, 0, 0]
+    assert engine._stream.cuda_stream not in streams, "those of one that lives are its own"
+    both = [CudaEngine() for _ in range(2)]
+    for each in both:
+        each.capture(lambda: left @ right)
+    assert len({each._stream.cuda_stream for each in (engine, *both)}) == 3
+    for each in both:
+        each.close()
+
+
 def test_workspaces_are_counted_without_what_the_user_holds(engine: CudaEngine) -> None:
     with engine.capture_stream():
         held = torch.zeros(2**26, device=engine.device)

@@ -89,7 +89,8 @@ def steps(
         # Kernels of Adam on a GPU may round some elements of a vector otherwise than others.
         is_adam_there = kind is torch.optim.Adam and group["fused"] and device.type == "cuda"
         may_be_unknown = dtype == torch.bfloat16 or is_adam_there
-        is_known = not may_be_unknown or type_of_number(name, group, dtype, device) is not None
+        types = {parameter.dtype for parameter in parameters}
+        is_known = not may_be_unknown or None not in {type_of_number(name, group, each, device) for each in types}
         told = [0.0] * len(DECAYS) if is_known else [*DECAYS]
         assert seen == [0.1, *told[1:]], "the step is told of none once it has changed"
     return found

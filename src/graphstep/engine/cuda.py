@@ -132,6 +132,8 @@ class CudaEngine:
         self.workspace_pool: Any = None
         """Name of the pool of the libraries' workspaces, once there is one. It stays when the engine is closed."""
         self._workspace_bytes = 0
+        self._mark: Tensor | None = None
+        """In the pool of the workspaces, which is for other engines when it is gone."""
         self._is_closed = False
         if not torch.cuda.is_current_stream_capturing():
             kernel_switches.settle_attention_order(self._device)
@@ -291,7 +293,7 @@ class CudaEngine:
         if self.workspace_pool is not None:
             self._take_workspaces()
             return
-        self._stream = cuda_workspaces.unused_stream(self._stream)
+        self._stream = cuda_workspaces.stream_for_captures(self._stream)
         self.workspace_pool = cuda_workspaces.pool_of(self._stream)
         # An earlier engine with this stream may have left its workspaces in the pool.
         (before,) = pool_segments([self.workspace_pool])
@@ -301,7 +303,7 @@ class CudaEngine:
 
     def _take_workspaces(self) -> None:
         with torch.inference_mode(False), torch.autocast("cuda", enabled=False), self.capture_stream():
-            cuda_workspaces.take(self.workspace_pool, self._device)
+            self._mark = cuda_workspaces.take(self.workspace_pool, self._device)
         torch.cuda.synchronize(self._device)
 
     def _open_lane(self) -> _Lane:
@@ -392,6 +394,7 @@ class CudaEngine:
             lane.anchor.reset()
         self._lanes.clear()
         self._spoilt.clear()
+        self._mark = None
 
 
 def _explain(error: Exception) -> CaptureError:

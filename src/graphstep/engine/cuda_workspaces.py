@@ -14,6 +14,8 @@ from graphstep.engine.cuda_memory import stream_allocating_in
 
 _NUM_STREAMS: Final = 32
 """As many as torch makes before it gives them out again."""
+_SIZE_OF_MARK: Final = 512
+"""The least that torch allocates. Workspaces are larger."""
 _FIRST_NAME: Final = 1 << 62
 """Far from the names that torch gives to pools: it counts them."""
 
@@ -23,35 +25,46 @@ def pool_of(stream: torch.cuda.Stream) -> tuple[int, int]:
     return 0, _FIRST_NAME | stream.cuda_stream
 
 
-def unused_stream(first: torch.cuda.Stream) -> torch.cuda.Stream:
-    """A stream on which nobody else has memory; ``first`` if all that torch gives out are used. Slow.
+def stream_for_captures(first: torch.cuda.Stream) -> torch.cuda.Stream:
+    """A stream whose workspaces an engine that is gone has left in their pool, or one on which nobody has memory.
 
     The workspaces of a stream belong to whoever was first to multiply on it. Graphs that write there would write into
-    the memory of others once torch has freed them.
+    the memory of others once torch has freed them. Slow.
+
+    Returns:
+        ``first`` if all streams that torch gives out are used otherwise.
     """
-    used = {
-        int(segment["stream"])
-        for segment in torch.cuda.memory_snapshot()
-        if not any(segment["segment_pool_id"]) and any(block["state"] != "inactive" for block in segment["blocks"])
-    }
-    stream = first
-    for _ in range(_NUM_STREAMS):
-        if stream.cuda_stream not in used:
-            return stream
-        stream = torch.cuda.Stream(first.device)
-    return first
+    used, left, marked = set[int](), set[int](), set[int]()
+    for segment in torch.cuda.memory_snapshot():
+        if int(segment["device"]) != first.device_index:
+            continue
+        sizes = {int(block["size"]) for block in segment["blocks"] if block["state"] != "inactive"}
+        _, name = segment["segment_pool_id"]
+        if name >= _FIRST_NAME:
+            left.add(name ^ _FIRST_NAME)
+            marked |= {name ^ _FIRST_NAME} if _SIZE_OF_MARK in sizes else set()
+        elif sizes and not any(segment["segment_pool_id"]):
+            used.add(int(segment["stream"]))
+    used |= marked
+    streams = [first, *(torch.cuda.Stream(first.device) for _ in range(_NUM_STREAMS))]
+    free = [stream for stream in streams if stream.cuda_stream not in used]
+    return next((stream for stream in free if stream.cuda_stream in left), next(iter(free), first))
 
 
-def take(pool: Any, device: torch.device) -> None:
+def take(pool: Any, device: torch.device) -> Tensor:
     """Have the libraries take the workspaces of the current stream from a pool, unless they have some.
 
-    Nothing else comes to lie there. The pool stays in use for good.
+    Nothing else comes to lie there but a mark. The pool stays in use for good.
+
+    Returns:
+        The mark: as long as it lives, the pool belongs to its owner.
     """
     factors = [_Factors.on(device, dtype) for dtype in (torch.float32, torch.bfloat16)]
     leaf = torch.zeros(1, device=device, requires_grad=True)
     ones = torch.ones_like(leaf)
     with torch.enable_grad(), stream_allocating_in(pool, device):
         torch.autograd.grad(_multiplied(leaf, factors), leaf, ones)
+        return torch.empty(1, device=device)
 
 
 @dataclass(frozen=True, slots=True)
