@@ -88,10 +88,8 @@ class GraphPair:
         backward_lane: Hashable = BACKWARD_LANE,
         poisons: bool = False,
     ) -> None:
-        self.region = region
-        self.signature = signature
-        self.inputs = list(inputs)
-        self.in_place = in_place
+        self.region, self.signature = region, signature
+        self.inputs, self.in_place = list(inputs), in_place
         self.chained = dict(chained or {})
         self.session, self.stats = session, stats
         self.outputs: list[Tensor] = []

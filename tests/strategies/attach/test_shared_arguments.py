@@ -39,7 +39,7 @@ class Model(nn.Module):
 
 
 def gradients(change: str, is_graphed: bool) -> list[Tensor]:
-    """Of steps with two microbatches in flight. In the first one their losses are added, so that no layers are chained."""
+    """Of steps with two microbatches in flight. In the first one their losses are added: no layers are chained."""
     model = Model()
     config = CudaGraphConfig(impl="local", merge_layers=1, on_mismatch="eager")
     graphs: Any = graphstep.attach(model, config, regions={"layers.*": "layer"}) if is_graphed else None
