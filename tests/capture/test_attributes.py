@@ -7,11 +7,13 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 from graphstep.capture.attributes import Attributes, FastLook
+from graphstep.errors import CaptureError
 
 
 class Block(nn.Module):
@@ -27,6 +29,7 @@ class Block(nn.Module):
         self.nested: dict[Any, Any] = {"inner": {1: (Slotted(),)}}
         self.seen, self.last = {1}, deque([1.5], maxlen=1)
         self.held = [nn.Dropout(0.3)]
+        self.limits = {"low": np.zeros(2)}
         self.state = SimpleNamespace(step=Slotted())
 
 
@@ -52,6 +55,7 @@ def nothing(*_: Any) -> None:
 
 
 CHANGES: dict[str, Callable[[nn.Sequential], Any]] = {
+    "0.limits.low": lambda model: model[0].limits["low"].fill(3.0),
     "1.scale": lambda model: setattr(model[1], "scale", 3.0),
     "0.dropout.p": lambda model: setattr(model[0].dropout, "p", 0.2),
     "0.mode": lambda model: setattr(model[0], "mode", "fancy"),
@@ -143,3 +147,16 @@ def test_values_are_put_back(model: nn.Sequential) -> None:
     assert before.changed() == []
     assert not hasattr(model[0], "extra")
     assert model[0].names == ["a", ["b"]]
+
+
+def test_arrays_get_their_content_back(model: nn.Sequential) -> None:
+    counts, large, words = np.arange(4).reshape(2, 2), np.zeros(1 << 18), np.array(["a", None])
+    model[0].counts, model[0].nested["large"], model[0].words = counts, large, words
+    before = noted(model).again()
+    assert [each.path for each in before.noted.arrays] == ["0.counts", "0.limits.low", "1.limits.low"]
+    counts[1, 0], large[0] = 7, 7.0
+    with pytest.raises(CaptureError, match=r"each run changes 0\.counts \(its content\)"):
+        before.refuse_changes("model", [])
+    before.put_back()
+    assert counts.tolist() == [[0, 1], [2, 3]]
+    assert large[0] == 7.0

@@ -203,3 +203,12 @@ def test_time_is_counted_also_when_the_body_fails(session: GraphSession) -> None
     with pytest.raises(RuntimeError, match="the body"):
         fail()
     assert stats.capture_seconds > 0
+
+
+def test_modules_of_jit_are_refused(session: GraphSession) -> None:
+    scripted: nn.Module = torch.jit.script(nn.Linear(2, 2))  # type: ignore[no-untyped-call]
+    model = nn.Sequential(nn.Linear(2, 2), scripted)
+    session.watch([("model", model[0])])
+    with pytest.raises(CaptureError, match=r"modules of torch\.jit cannot be captured") as caught:
+        session.watch([("model", model)])
+    assert caught.value.where == "model.1"

@@ -189,6 +189,31 @@ class Drifting(nn.Linear):
         return super().forward(x) * (1 + self.hidden.count())
 
 
+class DriftingGradient(nn.Linear):
+    """The same in its backward."""
+
+    def __init__(self) -> None:
+        super().__init__(32, 32, bias=False)
+        self.hidden = Hidden()
+
+    def forward(self, x: Tensor) -> Tensor:
+        result = super().forward(x)
+        if result.requires_grad:
+            result.register_hook(lambda gradient: gradient * (1 + self.hidden.count() % 3))
+        return result
+
+
+def test_a_fault_is_found_where_graphs_compute_less_again_than_python(device: torch.device) -> None:
+    model = build("qwen3_moe", device, num_hidden_layers=2)
+    model.model.layers[1].self_attn.o_proj = DriftingGradient().to(device)
+    model.gradient_checkpointing_enable()
+    rows = [torch.randint(3, 64, (1, 4), device=device) for _ in range(3)]
+    with graphstep.attach(model) as manager:
+        report = graphstep.verify(manager, [{"input_ids": row, "labels": row} for row in rows])
+    assert report.first is not None
+    assert (report.first.module, report.first.part) == ("model.layers.1.self_attn.o_proj", Part.GRADIENT)
+
+
 def test_a_fault_is_found_in_a_layer_that_runs_in_parts(device: torch.device) -> None:
     model = build("qwen3_moe", device, num_hidden_layers=1)
     model.model.layers[0].self_attn.o_proj = Drifting().to(device)

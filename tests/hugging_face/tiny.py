@@ -41,6 +41,9 @@ FAMILIES: Mapping[str, Mapping[str, Any]] = {
         **{"vocab_size": 64, "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 64},
         **{"bos_token_id": 1, "eos_token_id": 2, "loss_type": "ForCausalLM"},
     },
+    # These two hand the cache to their layers by another name.
+    "gpt_neox": {**COMMON, "hidden_dropout": 0.0},
+    "bloom": {"vocab_size": 64, "hidden_size": 32, "n_layer": 3, "n_head": 4, "pad_token_id": 0},
     "mixtral": {**HEADS, "num_local_experts": 4, "num_experts_per_tok": 2},
     "qwen3_moe": MOE,
     "deepseek_v3": {

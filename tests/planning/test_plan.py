@@ -205,6 +205,24 @@ def test_lists_inside_of_layers_are_not_layers() -> None:
     assert whole.regions == {"*": "layer"}
 
 
+def test_layers_with_others_between_them_are_found_one_by_one() -> None:
+    class Block(nn.Module):
+        def __init__(self, has_tail: bool = True) -> None:
+            super().__init__()
+            self.up = nn.Linear(2, 2)
+            self.tail = nn.Linear(2, 2) if has_tail else None
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.up(x) if self.tail is None else self.tail(self.up(x))
+
+    model = nn.Sequential(nn.Linear(2, 2), nn.Tanh(), Block(False), Block(), nn.Tanh(), nn.Linear(2, 2))
+    found = {each.name: each.regions for each in candidates_of(model)}
+    assert found["whole layers"] == {"2": "layer", "3": "layer"}
+    assert found["up"] == {"2.up": "up", "3.up": "up"}
+    with graphstep.attach(model, regions=found["whole layers"]) as manager:
+        assert [row.name for row in manager.report().rows] == ["2", "3"]
+
+
 def test_costs_are_measured_and_leave_the_generators_alone() -> None:
     before = torch.get_rng_state()
     costs = calibrate("cpu")

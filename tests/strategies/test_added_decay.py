@@ -24,6 +24,12 @@ SINGLE: tuple[Any, ...] = (
     torch.optim.ASGD,
     torch.optim.RMSprop,
 )
+KINDS_OF_STEPS = [
+    (kind, foreach)
+    for kind in SINGLE
+    for foreach in (False, True, None)
+    if foreach or kind is not torch.optim.RMSprop  # Without, it reads a rate in a tensor back.
+]
 FUSED: dict[str, tuple[Any, dict[str, Any]]] = {
     "Adam": (torch.optim.Adam, {}),
     "Adam, amsgrad": (torch.optim.Adam, {"amsgrad": True}),
@@ -80,7 +86,10 @@ def steps(
         found += [v.clone() for state in optimizer.state.values() for v in state.values() if isinstance(v, Tensor)]
     if is_inside:
         name, group = kind.__name__, optimizer.param_groups[0]
-        is_known = dtype != torch.bfloat16 or type_of_number(name, group, dtype, device) is not None
+        # Kernels of Adam on a GPU may round some elements of a vector otherwise than others.
+        is_adam_there = kind is torch.optim.Adam and group["fused"] and device.type == "cuda"
+        may_be_unknown = dtype == torch.bfloat16 or is_adam_there
+        is_known = not may_be_unknown or type_of_number(name, group, dtype, device) is not None
         told = [0.0] * len(DECAYS) if is_known else [*DECAYS]
         assert seen == [0.1, *told[1:]], "the step is told of none once it has changed"
     return found
@@ -91,7 +100,7 @@ def steps(
 def test_bits_are_those_of_the_kernel(device: torch.device, name: str, dtype: torch.dtype) -> None:
     kind, options = FUSED[name]
     if kind is torch.optim.Adagrad and device.type == "cuda":
-        return  # torch has this kernel for the CPU only.
+        pytest.skip("torch has this kernel for the CPU only")
     options = {"fused": True, **options}
     expected = steps(kind, dtype, device, options, is_inside=False)
     found = steps(kind, dtype, device, options, is_inside=True)
@@ -100,14 +109,11 @@ def test_bits_are_those_of_the_kernel(device: torch.device, name: str, dtype: to
 
 @pytest.mark.usefixtures("_capturable_anywhere")
 @pytest.mark.parametrize("maximize", [False, True])
-@pytest.mark.parametrize("foreach", [False, True, None])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("kind", SINGLE)
+@pytest.mark.parametrize(("kind", "foreach"), KINDS_OF_STEPS)
 def test_bits_are_those_of_single_operations(
     device: torch.device, kind: Any, dtype: torch.dtype, foreach: bool | None, maximize: bool
 ) -> None:
-    if kind is torch.optim.RMSprop and not foreach:
-        return  # It reads a rate in a tensor back.
     options = {"capturable": True, "foreach": foreach, "maximize": maximize}
     expected = steps(kind, dtype, device, options, is_inside=False)
     found = steps(kind, dtype, device, options, is_inside=True)

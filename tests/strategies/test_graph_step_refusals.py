@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import enum
 import random
 import time
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tests.strategies.step_jobs import (
@@ -207,8 +209,82 @@ def test_setting_training_flags_is_refused(device: torch.device) -> None:
     job.close()
 
 
+class Phase(enum.Enum):
+    WARM = 1.0
+    COLD = 0.5
+
+
+@pytest.mark.parametrize(
+    ("kept", "told"),
+    [("array", "(its content)"), ("phase", "(<Phase.WARM: 1.0> before, <Phase.COLD: 0.5> after)")],
+)
+def test_other_values_of_python_that_a_run_changes_are_refused(device: torch.device, kept: str, told: str) -> None:
+    state: dict[str, Any] = {"array": np.ones(1), "phase": Phase.WARM}
+
+    def make(job: Job) -> Loop:
+        step = plain_step(job)
+
+        def changing(batch: tuple[Tensor, Tensor]) -> Tensor:
+            if kept == "array":
+                state["array"][0] += 1.0
+            else:
+                state["phase"] = Phase.COLD if state["phase"] is Phase.WARM else Phase.WARM
+            loss: Tensor = step((batch[0] * float(state["array"][0] * state["phase"].value), batch[1]))
+            return loss
+
+        return changing
+
+    assert refusal(device, make).startswith(f"each run changes state.{kept} {told}")
+
+
+def test_a_step_that_freezes_in_turns_is_refused(device: torch.device) -> None:
+    def make(job: Job) -> Loop:
+        step = plain_step(job)
+        first = next(job.model.parameters())
+
+        def freezing(batch: tuple[Tensor, Tensor]) -> Tensor:
+            first.requires_grad_(not first.requires_grad)
+            loss: Tensor = step(batch)
+            return loss
+
+        return freezing
+
+    assert "which parameters want a gradient" in refusal(device, make)
+
+
+def test_a_step_that_freezes_and_thaws_again_is_captured(device: torch.device) -> None:
+    def make(job: Job) -> Loop:
+        step = plain_step(job)
+        first = next(job.model.parameters())
+
+        def freezing(batch: tuple[Tensor, Tensor]) -> Tensor:
+            first.requires_grad_(False)
+            hidden = job.model(batch[0]).detach()
+            first.requires_grad_(True)
+            loss: Tensor = step((batch[0] + hidden.mean(), batch[1]))
+            return loss
+
+        return freezing
+
+    def script(job: Job) -> None:
+        for _ in range(6):
+            job.run()
+
+    job = compared(device, make, script)
+    assert replays(job) == 3
+    job.close()
+
+
 def test_a_loss_that_is_to_be_used_outside_is_refused(device: torch.device) -> None:
     def make(job: Job) -> Loop:
         return lambda batch: nn.functional.mse_loss(job.model(batch[0]), batch[1])
 
     assert "wants a gradient" in refusal(device, make)
+
+
+def test_a_module_of_jit_is_refused_by_name(device: torch.device) -> None:
+    def make(job: Job) -> Loop:
+        job.model = torch.jit.script(job.model)  # type: ignore[no-untyped-call]
+        return plain_step(job)
+
+    assert "modules of torch.jit cannot be captured" in refusal(device, make)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import graphstep
 from graphstep.errors import CaptureError, LifecycleError
+from graphstep.strategies.added_decay import type_of_number
 
 Build = Callable[[Any], torch.optim.Optimizer]
 
@@ -188,7 +189,10 @@ def test_weight_decay_with_a_schedule_is_followed(device: torch.device, name: st
             job.backward()
             job.step()
 
-    assert compared(device, BUILDS[name], script).num_replays() == 6
+    job = compared(device, BUILDS[name], script)
+    may_differ = name == "Adam" and device.type == "cuda"  # See `type_of_number`: it is captured anew then.
+    is_followed = not may_differ or type_of_number(name, {"fused": True}, torch.float32, device) is not None
+    assert job.num_replays() == (6 if is_followed else 3)
 
 
 def test_no_warmup_makes_the_state_first(device: torch.device) -> None:

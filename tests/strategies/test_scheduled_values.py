@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import graphstep
+from graphstep.strategies.added_decay import type_of_number
 
 NUM_STEPS = 12
 
@@ -127,6 +128,12 @@ def weight_decay_twice(job: Job, index: int) -> None:
     job.optimizer.param_groups[0]["weight_decay"] = (0.125, 0.5, 0.25)[index // 5]
 
 
+def is_followed(device: torch.device, build: Any) -> bool:
+    """Kernels of Adam on a GPU may round some elements otherwise than others: their decay is captured anew then."""
+    may_differ = device.type == "cuda" and build in (adam, adam_that_maximizes)
+    return not may_differ or type_of_number("Adam", {"fused": True}, torch.float32, device) is not None
+
+
 def compared(device: torch.device, change: Callable[[Job, int], None], **options: Any) -> Any:
     plain, graphed = Job(device, **options), Job(device, **options)
     step = graphstep.graph_step(graphed.step)
@@ -176,8 +183,11 @@ def test_weight_decay_that_is_added_to_gradients_is_followed(device: torch.devic
         job.optimizer.param_groups[0]["weight_decay"] = 0.125 / (1 + index)
 
     row = compared(device, change, build=build)
-    assert row.num_replays == NUM_STEPS - 3
-    assert dict(row.eager_calls) == {"warmup": 3}
+    if is_followed(device, build):
+        assert row.num_replays == NUM_STEPS - 3
+        assert dict(row.eager_calls) == {"warmup": 3}
+    else:
+        assert row.eager_calls["warmup after a change of weight_decay of an optimizer"]
 
 
 @pytest.mark.parametrize("build", ADDING)
@@ -188,7 +198,8 @@ def test_it_is_followed_from_the_first_change(device: torch.device, build: Any, 
     def change(job: Job, index: int) -> None:
         job.optimizer.param_groups[0]["weight_decay"] = 0.125 if index < first else 0.01 * index
 
-    assert compared(device, change, build=build).num_replays == NUM_STEPS - 3 - (first > 3)
+    row = compared(device, change, build=build)
+    assert row.num_replays == NUM_STEPS - 3 - (first > 3) or not is_followed(device, build)
 
 
 def test_added_weight_decay_of_zero_is_captured_anew(device: torch.device) -> None:
@@ -245,24 +256,19 @@ def test_other_numbers_are_captured_anew(device: torch.device, build: Any, numbe
 
 
 @pytest.mark.parametrize("build", [adamw, *ADDING])
-@pytest.mark.parametrize("is_tensor", [False, True])
-@pytest.mark.parametrize("is_on_the_host", [False, True])
-def test_the_rate_of_each_optimizer_is_followed(
-    device: torch.device, build: Any, is_tensor: bool, is_on_the_host: bool
-) -> None:
+@pytest.mark.parametrize("kind", ["number", "tensor on the device", "tensor on the host"])
+def test_the_rate_of_each_optimizer_is_followed(device: torch.device, build: Any, kind: str) -> None:
     """A number, or a tensor that is written in place, as a scheduler does."""
-    if is_on_the_host and not is_tensor:
-        return
 
     def change(job: Job, index: int) -> None:
         group = job.optimizer.param_groups[0]
-        if is_tensor and index == 0:
-            group["lr"] = torch.tensor(2.0**-6, device="cpu" if is_on_the_host else device)
         rate = 2.0 ** -(5 + index % 4)
-        if is_tensor:
-            group["lr"].fill_(rate)
-        else:
+        if kind == "number":
             group["lr"] = rate
+            return
+        if index == 0:
+            group["lr"] = torch.tensor(2.0**-6, device="cpu" if kind == "tensor on the host" else device)
+        group["lr"].fill_(rate)
 
     row = compared(device, change, build=build)
     assert row.num_replays == NUM_STEPS - 3

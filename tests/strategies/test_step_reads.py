@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -64,6 +66,23 @@ def method_of(loss: Any, output: Tensor) -> Tensor:
     return value
 
 
+class Scaled(torch.autograd.Function):
+    """Its backward scales by a number of the class."""
+
+    factor = 1.0
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor) -> Tensor:
+        return values.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return gradients[0] * Scaled.factor
+
+
+scaled_gradient: Any = Scaled.apply
+
+
 class ModuleLoss(nn.Module):
     """A module whose forward is never called."""
 
@@ -111,6 +130,9 @@ class Trainer:
         self.other = ReadsItInAMethod(4, 3).to(device)
         self.terms = {"one": [self.loss.by_the_global]}
         self.target = torch.zeros(3, device=device)
+        self.factors = np.ones(2)
+        self.own = threading.local()
+        self.own.factor = 1.0
         self.last: Tensor | None = None
         self.counts: dict[int, str] = {}
         self.history: list[Tensor] = []
@@ -184,6 +206,19 @@ class Trainer:
     def attribute_of_a_function(self, values: Tensor) -> Tensor:
         return self.backward(with_own_factor(self.output(values).square().mean()))
 
+    def function_of_autograd(self, values: Tensor) -> Tensor:
+        output: Tensor = Scaled.apply(self.output(values))  # type: ignore[no-untyped-call]
+        return self.backward(output.square().mean())
+
+    def variable_for_its_apply(self, values: Tensor) -> Tensor:
+        return self.backward(scaled_gradient(self.output(values)).square().mean())
+
+    def array(self, values: Tensor) -> Tensor:
+        return self.backward(self.output(values).square().mean() * float(self.factors[1]))
+
+    def of_the_thread(self, values: Tensor) -> Tensor:
+        return self.backward(self.output(values).square().mean() * self.own.factor)
+
     def tensor(self, values: Tensor) -> Tensor:
         return self.backward((self.output(values) - self.target).square().mean())
 
@@ -242,6 +277,10 @@ CHANGES: dict[str, Callable[[Trainer], Any]] = {
     "under_a_decorator": lambda t: setattr(t, "factor", 3.0),
     "under_an_own_decorator": lambda t: setattr(t, "factor", 3.0),
     "attribute_of_a_function": lambda t: set_own_factor(3.0),
+    "function_of_autograd": lambda t: setattr(Scaled, "factor", 3.0),
+    "variable_for_its_apply": lambda t: setattr(Scaled, "factor", 3.0),
+    "of_the_thread": lambda t: setattr(t.own, "factor", 3.0),
+    "array": lambda t: t.factors.fill(3.0),
     "tensor": replace_target,
 }
 
@@ -250,7 +289,7 @@ def run(device: torch.device, name: str, is_graphed: bool, change: Callable[[Tra
     set_global(1.0)
     set_own_factor(1.0)
     set_global(1.0, "OTHER")
-    Loss.shared = 1.0
+    Loss.shared = Scaled.factor = 1.0
     trainer = Trainer(device)
     step: Any = getattr(trainer, name)
     step = graphstep.graph_step(step) if is_graphed else step
@@ -263,7 +302,7 @@ def run(device: torch.device, name: str, is_graphed: bool, change: Callable[[Tra
         losses.append(step(torch.randn(5, 4, device=device)))
     set_global(1.0)
     set_global(1.0, "OTHER")
-    Loss.shared = 1.0
+    Loss.shared = Scaled.factor = 1.0
     return torch.stack(losses), step
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -109,3 +110,111 @@ def test_a_module_that_is_called_twice(device: torch.device) -> None:
     assert report.first is not None
     assert (report.first.module, report.first.part) == ("blocks.1", Part.FORWARD)
     assert report.first.difference.tensor == "result (call 1)"
+
+
+class HookOnGradient(faulty.Plain):
+    """A hook on a gradient multiplies by a number of the host."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden = faulty.Hidden()
+
+    def spoil(self, gradient: Tensor) -> Tensor:
+        return gradient * (1.0 + self.hidden.count() % 3)
+
+
+class OnItsResult(HookOnGradient):
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        y.register_hook(self.spoil)
+        return y
+
+
+class OnItsArgument(HookOnGradient):
+    def forward(self, x: Tensor) -> Tensor:
+        x.register_hook(self.spoil)
+        return super().forward(x)
+
+
+class OnResultOfInner(HookOnGradient):
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.inner(x)
+        y.register_hook(self.spoil)
+        return x + self.outer(torch.tanh(y))
+
+
+class OnWrittenResultOfInner(HookOnGradient):
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.inner(x)
+        y += x
+        y.register_hook(self.spoil)
+        return self.outer(y)
+
+
+class OnResultInTuple(HookOnGradient):
+    def forward(self, x: Tensor) -> dict[str, tuple[Tensor]]:
+        y = super().forward(x)
+        y.register_hook(self.spoil)
+        return {"hidden": (y,)}
+
+
+class Around(faulty.Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.deep = OnResultInTuple()
+
+    def forward(self, x: Tensor) -> Tensor:
+        (y,) = self.deep(x)["hidden"]
+        return super().forward(y)
+
+
+class Record(NamedTuple):
+    hidden: Tensor
+
+
+class OnResultInRecord(HookOnGradient):
+    """Records are handed on as they are, with no alias in them."""
+
+    def forward(self, x: Tensor) -> Record:
+        y = super().forward(x)
+        y.register_hook(self.spoil)
+        return Record(y)
+
+
+class AroundRecord(faulty.Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.deep = OnResultInRecord()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.deep(x).hidden)
+
+
+class OnResultBesideWrites(HookOnGradient):
+    """It writes into its argument too, so that modules get no aliases of theirs."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x.mul_(0.5))
+        y.register_hook(self.spoil)
+        return y
+
+
+@pytest.mark.parametrize(
+    ("build", "module"),
+    [
+        (OnItsResult, "blocks.1"),
+        (OnItsArgument, "blocks.1"),
+        (OnResultOfInner, "blocks.1"),
+        (OnWrittenResultOfInner, "blocks.1"),
+        (Around, "blocks.1.deep"),
+        (AroundRecord, "blocks.1.deep"),
+        (OnResultBesideWrites, "blocks.1"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else value.__name__,
+)
+def test_a_hook_is_the_fault_of_the_module_that_registers_it(
+    build: Callable[[], nn.Module], module: str, device: torch.device
+) -> None:
+    report = verified("graph_step", faulty.Model(build()), device)
+    assert report.first is not None
+    assert (report.first.module, report.first.part) == (module, Part.GRADIENT)

@@ -55,6 +55,7 @@ class FastLook:
         self._slot_owners = [owner for _, owner, _, _ in slots]
         self._slot_names = [name for _, _, name, _ in slots]
         self._slot_values = [value for _, _, _, value in slots]
+        self._arrays = [array for each in noted for array in each.arrays]
         module_hooks = {id(hooks): hooks for each in watched for _, hooks, _ in each._module_hooks}
         self._module_hooks = list(module_hooks.values())
         tensor_hooks = [(parameter, name) for each in watched for _, parameter, name, _ in each._tensor_hooks]
@@ -64,7 +65,7 @@ class FastLook:
         self._had_hooks = any(entry[-1] for kind in kinds for entries in kind for entry in entries)
 
     def holds(self) -> bool:
-        """True if all attributes are the same objects, and there are no hooks and were none."""
+        """True if all attributes are the same objects, arrays have their content, and no hooks are or were there."""
         return (
             self._is_possible
             and not self._had_hooks
@@ -78,11 +79,14 @@ class FastLook:
                 not self._slot_values
                 or all_same(self._slot_values, map(getattr, self._slot_owners, self._slot_names, repeat(GONE)))
             )
+            and not (self._arrays and any(array.has_changed() for array in self._arrays))
         )
 
     def add_to(self, facts: Facts) -> bool:
-        """Have the compiled part look at the same. False if there is something that it never finds as it was."""
-        if not self._is_possible or self._had_hooks or self._parameters or any(value is GONE for value in self._values):
+        """Have the compiled part look at the same. False if there is what it never finds as it was, or an array."""
+        if not self._is_possible or self._had_hooks or self._parameters or self._arrays:
+            return False
+        if any(value is GONE for value in self._values):
             return False
         for hooks in self._module_hooks:
             facts.size(hooks, 0)

@@ -17,6 +17,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from graphstep.capture.attribute_look import FastLook
 from graphstep.capture.callables import held_by, refuse_collected
+from graphstep.capture.host_arrays import HostArray
 from graphstep.capture.places import GONE, PLAIN, Place, join, key_name, storage_of
 from graphstep.capture.randomness import set_state, state_of
 from graphstep.engine import torch_private
@@ -41,8 +42,9 @@ class Attributes:
     what lies in that, three levels deep; of more than a thousand entries in one place only their number. So do the own
     attributes and ``training`` of a module that lies there.
 
-    Numbers, strings and flags are compared by value, everything else by identity. ``training`` of the modules
-    themselves is left to the signature of the call, and so is ``forward`` of the first one, which is replaced.
+    Numbers, strings, flags and small arrays of numpy are compared by value, everything else by identity. ``training``
+    of the modules themselves is left to the signature of the call, and so is ``forward`` of the first one, which is
+    replaced.
 
     Args:
         modules: name and module, each once; first the one whose forward is captured.
@@ -245,12 +247,14 @@ class _Noted:
     """How many of them, from the first, are of modules: a run that fills others may fill them once, as caches are."""
     large: list[tuple[str, Any, int]] = field(default_factory=list)
     generators: list[tuple[str, Any, Any]] = field(default_factory=list)
+    arrays: list[HostArray] = field(default_factory=list)
 
     def changed(self) -> list[str]:
         """The paths of what is not as it was."""
         found = [path for path, owner, key, value in self.entries if not _is_same(owner.get(key, GONE), value)]
         found += [p for p, owner, name, value in self.slots if not _is_same(getattr(owner, name, GONE), value)]
         found += [path for path, owner, size in self.large if len(owner) != size]
+        found += [each.path for each in self.arrays if each.has_changed()]
         for path, owner, before in self.sequences:
             if isinstance(owner, set) or len(owner) != len(before):
                 found += [path] if len(owner) != len(before) or owner != set(before) else []
@@ -266,8 +270,9 @@ class _Noted:
         """Numbers, texts and flags that are no longer as they were, and what is kept in another way, in words."""
         for path, value in self.values.items():
             after = now.values.get(path, GONE)
-            if isinstance(value, PLAIN) and after is not GONE and not _is_same(after, value):
+            if isinstance(value, (*PLAIN, Enum)) and after is not GONE and not _is_same(after, value):
                 yield f"{path} ({value!r} before, {after!r} after)"
+        yield from (f"{each.path} (its content)" for each in self.arrays if each.has_changed())
         for path, size in islice(self.sizes.items(), self.num_sizes if may_fill else None):
             if now.sizes.get(path, size) != size:
                 yield f"{path} ({size} entries before, {now.sizes[path]} after)"
@@ -302,6 +307,8 @@ class _Noted:
         for _, generator, state in self.generators:
             if state_of(generator) != state:
                 set_state(generator, state)
+        for array in self.arrays:
+            array.put_back()
 
     def without(self, paths: set[str]) -> _Noted:
         """All but these and what lies in them."""
@@ -321,6 +328,7 @@ class _Noted:
             num_strict=sum(map(keeps, self.sequences[: self.num_strict])),
             large=list(filter(keeps, self.large)),
             generators=list(filter(keeps, self.generators)),
+            arrays=list(filter(keeps, self.arrays)),
         )
 
 
@@ -402,6 +410,7 @@ def _look_into(found: _Noted, path: str, value: Any, own: frozenset[str]) -> lis
 
 
 def _look_into_object(found: _Noted, path: str, value: Any) -> list[tuple[str, Any]]:
+    found.arrays += HostArray.of(path, value)
     kind = type(value)
     if kind.__module__.partition(".")[0] in OF_LIBRARIES or isinstance(value, type | ModuleType | Enum):
         return []

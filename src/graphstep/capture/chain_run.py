@@ -331,7 +331,10 @@ class ChainRun:
         return results
 
     def _launch_all(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Launch all backward halves where surely only gradients are not at home; called by the compiled part."""
+        """Launch all backward halves where surely nothing has changed but the place of gradients.
+
+        Only the compiled part calls this.
+        """
         native = self.chain.relay
         if native is None:
             raise LifecycleError("there is nothing to launch", where=self.chain.pairs[0].region.name)

@@ -70,7 +70,7 @@ class Observation:
         self.externals = [tensor for tensor, is_kept in zip(self.externals, kept, strict=True) if is_kept]
 
     def forget_unheld(self) -> None:
-        """Hold on to nothing that nobody else holds: another run would not find it. Where torch cannot tell, to all."""
+        """Let go of what nobody else holds: another run would not find it. All is kept where torch cannot tell."""
         alone = torch.empty(1)
         num_of_one, *counts = torch_private.HolderCount([alone, *self.externals]).now()
         pairs = zip(self.externals, counts, strict=True)

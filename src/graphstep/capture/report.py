@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import re
+import weakref
 from collections import Counter
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -28,6 +29,15 @@ EXPECTED = (EagerReason.OBSERVED, EagerReason.EVALUATION)
 """Eager calls that nobody expects to be replays."""
 WITHOUT_ADVICE = (*EXPECTED, EagerReason.NOT_CAPTURED_YET)
 """Reasons that pass by themselves; reports give no advice for them."""
+
+
+class ModuleReference(weakref.ref["nn.Module"]):
+    """Refers to a module of this process: in a report that is sent to another one, to none."""
+
+    __slots__ = ()
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        return type(None), ()
 
 
 @dataclass(slots=True)
@@ -62,6 +72,8 @@ class RegionStats:
     """Why there is no recording, with cause and line if the capture failed."""
     last_detail: str = ""
     """What exactly was in the way when a call last ran eagerly: names an attribute, argument, parameter or result."""
+    module: ModuleReference | None = field(default=None, repr=False, compare=False)
+    """What it is the forward of, where its name is no path; not kept alive."""
 
     @property
     def is_captured(self) -> bool:
@@ -183,6 +195,17 @@ class CaptureReport:
             self.workspace_bytes + other.workspace_bytes,
         )
 
+    def named_after(self, model: nn.Module) -> CaptureReport:
+        """This one with paths of the model as names, where regions are modules of it that were given by themselves.
+
+        So are those of :func:`graphstep.make_graphed_callables`, which knows no model: ``callables[0] (Block)`` becomes
+        ``layers.0``. Other names stay, also those of modules that are gone.
+        """
+        paths = {id(module): path for path, module in model.named_modules()}
+        modules = [row.module() if row.module is not None else None for row in self.rows]
+        names = [paths.get(id(module), row.name) for row, module in zip(self.rows, modules, strict=True)]
+        return replace(self, rows=tuple(replace(row, name=name) for row, name in zip(self.rows, names, strict=True)))
+
     @property
     def num_recordings(self) -> int:
         """Recordings that exist."""
@@ -258,7 +281,7 @@ class CaptureReport:
 
         Args:
             path: the file; one of that name is replaced. With the ending ``.json``, the same as plain data.
-            model: what the regions belong to: without it the tree has the regions only.
+            model: what the regions belong to, see :meth:`named_after`: without it the tree has the regions only.
             before: what an eager step takes, see :func:`graphstep.coverage.measure_steps`.
             after: the same of a captured one.
             title: heading of the page.
@@ -269,7 +292,8 @@ class CaptureReport:
         # Only now: a report is made in the middle of training, where nothing heavy should be imported.
         from graphstep.coverage import coverage_document, write_document
 
-        document = coverage_document(self.to_json(), model=model, before=before, after=after, title=title)
+        named = self.named_after(model) if model is not None else self
+        document = coverage_document(named.to_json(), model=model, before=before, after=after, title=title)
         write_document(document, path)
 
     def _memory_notes(self) -> list[Text]:

@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Any, Protocol, TypeVar
+from typing import Any, Final, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -16,12 +16,15 @@ from graphstep.capture.garbage import collected_once
 from graphstep.capture.gradients import Homes, holders_counted
 from graphstep.capture.manifest import Manifest, Watched
 from graphstep.capture.observe import Observation, observe, watch_run
+from graphstep.capture.places import join
 from graphstep.capture.randomness import HostRandomness
 from graphstep.capture.report import CaptureReport, PoolUse, RegionStats, lane_name
 from graphstep.engine import Engine, Recording, engine_for
 from graphstep.errors import CaptureError, LifecycleError
 
 T = TypeVar("T")
+
+_MOST_NAMED: Final = 4
 
 
 class HasStaticTensors(Protocol):
@@ -90,8 +93,13 @@ class GraphSession:
     def watch(
         self, modules: Sequence[tuple[str, nn.Module]], leaves: Sequence[Tensor] = (), *, may_be_frozen: bool = False
     ) -> Watched:
-        """Note the modules' parameters and buffers, and leaves that nobody owns, as they are; for :func:`verify`."""
+        """Note the modules' parameters and buffers, and leaves that nobody owns, as they are; for :func:`verify`.
+
+        Raises:
+            CaptureError: there is a module of ``torch.jit``, which keeps its parameters where Python cannot look.
+        """
         self.require_open()
+        _refuse_scripted(modules)
         return self.manifest.watch(modules, leaves, may_be_frozen=may_be_frozen)
 
     def watch_run(self, function: Callable[[], T]) -> tuple[T, Observation]:
@@ -232,3 +240,18 @@ class GraphSession:
         """
         if self.is_closed:
             raise LifecycleError("the session is closed", fix="make a new GraphSession")
+
+
+def _refuse_scripted(modules: Sequence[tuple[str, nn.Module]]) -> None:
+    scripted = [
+        join(path, inner) if inner else path or type(module).__name__
+        for path, module in modules
+        for inner, each in module.named_modules()
+        if isinstance(each, torch.jit.ScriptModule)
+    ]
+    if scripted:
+        raise CaptureError(
+            "modules of torch.jit cannot be captured: whether their parameters have moved cannot be seen",
+            where=", ".join(scripted[:_MOST_NAMED]),
+            fix="use the module that torch.jit was given; torch.compile works inside of graphs",
+        )

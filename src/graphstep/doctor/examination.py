@@ -158,6 +158,7 @@ class _Examination:
         modules = [module for _, module in self._parts.modules()]
         for function in self._target.functions:
             reads.add_function(function)
+        reads.add_optimizers(self._parts.optimizers)
         for module in [*modules, *reads.modules.values()]:
             for inner in module.modules():
                 for hook in _hooks_of(inner):
@@ -244,11 +245,13 @@ class _Examination:
 
     def _taken_inside(self) -> None:
         """Batches that come from an iterator which the step reads."""
-        iterators = [place.path for place in self._places if _is_iterator(place.value())]
+        iterators = [place for place in self._places if _is_iterator(place.value())]
         if iterators:
+            counts = isinstance(iterators[0].value(), itertools.count)
             for line in self._calls.taken or [self._target.where]:
                 spot = Spot(line, True, True, "", frozenset(), frozenset(), False)
-                self._notes.add("GS-D004", f"next({iterators[0]})", spot=spot, part="data")
+                code, part = ("GS-Y001", "forward") if counts else ("GS-D004", "data")
+                self._notes.add(code, f"next({iterators[0].path})", spot=spot, part=part)
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from graphstep.config.suggest import suggestion
 from graphstep.doctor.stand_in import cuda_stood_in
-from graphstep.doctor.target import Target, needs_arguments, takes_arguments, target_of
+from graphstep.doctor.target import Target, needs_arguments, takes_any, takes_arguments, target_of
 from graphstep.errors import Problem, UserInputError
 
 _FIX: Final = "write file.py:function or package.module:function, or the folder or config.json of a model"
@@ -28,7 +28,8 @@ def load_target(word: str, *, batches: str = BATCHES) -> Target:
     """Import what is named, and set it up.
 
     A function that takes no arguments and returns a function, a module, or one of these and its batches is a set-up:
-    what it returns is the step. Any other function is the step itself.
+    what it returns is the step. Any other function is the step itself; so is, where there are batches, one with
+    ``*args``, which a decorator may have made of a step.
 
     Args:
         word: of the command line.
@@ -51,7 +52,8 @@ def load_target(word: str, *, batches: str = BATCHES) -> Target:
         raise UserInputError(Problem("target-form", what, "TARGET", fix))
     module = _import_file(Path(path)) if path.endswith(".py") else _import_module(path)
     value = _attribute(module, name, word)
-    step, given = _set_up(value, word)
+    may_be_given = hasattr(module, batches) and takes_any(value)
+    step, given = (value, None) if may_be_given else _set_up(value, word)
     if given is None:
         given = getattr(module, batches, None)
         loader_name = batches

@@ -140,12 +140,16 @@ class Notes:
         if LOADING in spot.parts:  # Whatever a loader does, it should not be read there.
             code, operation, detail, fix, part, severity = "GS-D004", "a loader is read", "", "", "data", None
             only_direct = False
-        if (only_direct and not spot.is_direct) or (only_own and (not spot.is_own or self.ground.has_libraries)):
+        is_in_backward = spot.is_in_backward and spot.part == "backward"
+        # The line is the call that starts it: autograd does this, and no code of the user's.
+        is_of_autograd = is_in_backward and ".backward(" in spot.line.text
+        is_indirect = not spot.is_direct or is_of_autograd
+        is_foreign = not spot.is_own or self.ground.has_libraries
+        if (only_direct and is_indirect) or (only_own and is_foreign):
             return None
-        if spot.is_in_backward and spot.part == "backward":
-            is_call = ".backward(" in spot.line.text
-            made = self.ground.made_in_forward() if is_call else None
-            if is_call and made is None and self.findings.has_in_backward(code):
+        if is_in_backward:
+            made = self.ground.made_in_forward() if is_of_autograd else None
+            if is_of_autograd and made is None and self.findings.has_in_backward(code):
                 return None  # It was told in a run in which the lines of the forward were known.
             if made is not None:
                 detail = "; ".join(filter(None, [detail, f"in the backward that {_short(spot.line)} starts"]))

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import pickle
 import random
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from functools import partial
 from typing import Any, Final
 
 import numpy as np
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -48,11 +51,14 @@ class PythonState:
     """
 
     def __init__(self, modules: Sequence[Named], places: Sequence[Place], optimizers: Sequence[Optimizer]) -> None:
+        modules = [each for each in modules if not isinstance(each[1], torch.jit.ScriptModule)]
         self._modules = modules
         self._attributes = Attributes(modules, places=[place for place in places if place.key not in _SKIPPED])
         self._groups = [group for optimizer in optimizers for group in optimizer.param_groups]
         self._rates = [dict(group) for group in self._groups]
         self._tensors = list(_own_tensors(modules))
+        self._trained = [(path, tensor, tensor.requires_grad) for path, _, _, tensor, _ in self._tensors]
+        self._children = [(path, module._modules, dict(module._modules)) for path, module in modules]
         self._random = _host_random()
         self._generators = [
             (place.path, generator, state)
@@ -66,7 +72,13 @@ class PythonState:
         Args:
             used: storages that the run has used and not made.
         """
-        return [*self._weights(), *self._rates_set(), *self._drawn(), *self._attributes_set(used)]
+        return [
+            *self._weights(),
+            *self._children_set(),
+            *self._rates_set(),
+            *self._drawn(),
+            *self._attributes_set(used),
+        ]
 
     def _weights(self) -> Iterator[Change]:
         for path, owner, key, tensor, storage in self._tensors:
@@ -75,6 +87,20 @@ class PythonState:
                 continue
             code = "GS-W001" if isinstance(tensor, nn.Parameter) else "GS-W003"
             yield Change(code, path, path, _reader_of_tensor(owner, key))
+        for path, tensor, before in self._trained:
+            if tensor.requires_grad != before:
+                name = f"{path}.requires_grad"
+                detail = f"{name}: {before} before, {tensor.requires_grad} after"
+                yield Change("GS-Y001", name, detail, partial(getattr, tensor, "requires_grad"))
+
+    def _children_set(self) -> Iterator[Change]:
+        for path, owner, before in self._children:
+            detail = f"{path}: {len(before)} modules before, {len(owner)} after"
+            if len(owner) != len(before):
+                yield Change("GS-Y002", path, detail, _reader_of_size(owner))
+            for key in before.keys() & owner.keys():
+                if owner[key] is not before[key]:
+                    yield Change("GS-W001", join(path, key), f"{join(path, key)}, a module", _reader(owner, key))
 
     def _rates_set(self) -> Iterator[Change]:
         for group, before in zip(self._groups, self._rates, strict=True):
@@ -96,18 +122,24 @@ class PythonState:
         before, now = self._attributes.noted, self._attributes.again().noted
         readers = {path: _reader(owner, key) for path, owner, key, _ in (*before.entries, *before.slots)}
         for path, owner, elements in before.sequences:
-            if isinstance(owner, list):
+            if isinstance(owner, list | deque):
                 readers.update((f"{path}[{index}]", _reader(owner, index)) for index in range(len(elements)))
         for path, value in before.values.items():  # Of a tuple in a tuple the outer one comes first.
             if isinstance(value, tuple) and path in readers:  # It is replaced as a whole.
                 read = readers[path]
                 readers.update((f"{path}[{index}]", _reader_of_entry(read, index)) for index in range(len(value)))
+        _read_from_above(readers, before.values, now.values)
+        for path, array, _ in (each for each in before.arrays if each.has_changed()):
+            yield Change("GS-Y001", path, f"{path}: another content after", array.tobytes)
         for path, value in before.values.items():
             after = now.values.get(path, GONE)
-            if path in readers and isinstance(value, PLAIN) and isinstance(after, PLAIN) and value != after:
+            if path in readers and isinstance(value, _COMPARED) and isinstance(after, _COMPARED) and value != after:
                 yield Change("GS-Y001", path, f"{path}: {value!r} before, {after!r} after", readers[path])
             elif isinstance(value, Tensor | None) and isinstance(after, Tensor) and after is not value:
                 yield from self._tensor_set(path, value, after, used, readers)
+        for path, size in before.sizes.items():
+            if path in readers and now.sizes.get(path, size) != size and before.values[path] is not now.values[path]:
+                yield Change("GS-Y002", path, f"{path}: {size} entries before, {now.sizes[path]} after", readers[path])
         held = [(path, owner, len(elements)) for path, owner, elements in (*before.sequences, *before.dicts)]
         for path, owner, size in (*held, *before.large):
             if len(owner) != size:
@@ -168,6 +200,7 @@ class LineFinder:
         self._notes.add(change.code, _operation(change), detail=change.detail, spot=spot, part="")
 
 
+_COMPARED: Final = (*PLAIN, Enum)
 _SKIPPED: Final = frozenset({"__defaults__", "__kwdefaults__"})
 
 
@@ -177,6 +210,15 @@ def _operation(change: Change) -> str:
     if change.code == "GS-Y002":
         return f"{change.path} gets longer or shorter"
     return f"{change.path} is set"
+
+
+def _read_from_above(readers: dict[str, Callable[[], Any]], before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Watch the place of an object that a run replaces, not what lay in it: there is the line that replaces it."""
+    for path in list(readers):
+        ends = (end for end, sign in enumerate(path) if sign in ".[" and path[:end] in readers)
+        above = next((path[:end] for end in ends if before.get(path[:end]) is not now.get(path[:end], GONE)), None)
+        if above is not None and not isinstance(before.get(above), (*PLAIN, Tensor, tuple)):
+            readers[path] = readers[above]
 
 
 def _own_tensors(modules: Iterable[Named]) -> Iterator[tuple[str, dict[str, Any], str, Tensor, int | None]]:
@@ -190,7 +232,7 @@ def _own_tensors(modules: Iterable[Named]) -> Iterator[tuple[str, dict[str, Any]
 def _reader(owner: Any, key: Any) -> Callable[[], Any]:
     if isinstance(owner, dict):
         return lambda: owner.get(key, GONE)
-    if isinstance(owner, list):
+    if isinstance(owner, list | deque):
         return lambda: owner[key] if key < len(owner) else GONE
     return lambda: getattr(owner, key, GONE)
 

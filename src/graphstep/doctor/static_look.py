@@ -54,7 +54,11 @@ _FUNCTIONS: Final[Mapping[str, str]] = MappingProxyType(
     }
 )
 _MADE_ANEW: Final = frozenset(
-    {"np.random.default_rng", "numpy.random.default_rng", "np.random.RandomState", "random.Random", "os.urandom"}
+    {
+        *("np.random.default_rng", "numpy.random.default_rng", "np.random.RandomState", "random.Random"),
+        *("os.urandom", "uuid.uuid1", "uuid.uuid4", "random.SystemRandom"),
+        *("secrets.choice", "secrets.randbelow", "secrets.randbits", "secrets.token_bytes", "secrets.token_hex"),
+    }
 )
 """What no state tells of afterwards."""
 _LEGACY: Final = frozenset(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -55,7 +55,7 @@ def target_of(step: Any, batches: Iterable[Any], name: str = "") -> Target:
         what = f"{name} is {_article(type(step).__name__)}, and cannot be called"
         raise UserInputError(Problem("target-not-callable", what, name, "name a function that makes one step"))
     if isinstance(step, nn.Module):
-        forward = type(step).forward
+        forward = inspect.getattr_static(type(step), "forward", step)
         return Target(
             name=name, step=trained(step), batches=batches, where=_defined_at(forward, name), functions=[step.forward]
         )
@@ -85,13 +85,13 @@ def trained(module: nn.Module) -> Callable[..., None]:
 
 def call_of(step: Callable[..., Any], batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """How a batch is given: as the one argument where there is one, a tuple as several, a dict by its names."""
-    if isinstance(batch, list | tuple | dict):
+    if isinstance(batch, list | tuple | Mapping):
         try:
             signature = inspect.signature(step)
         except (TypeError, ValueError):
             signature = None
         if signature is not None and not _takes_one(signature):
-            return ((), dict(batch)) if isinstance(batch, dict) else (tuple(batch), {})
+            return ((), dict(batch)) if isinstance(batch, Mapping) else (tuple(batch), {})
         if signature is not None and isinstance(batch, list | tuple) and len(batch) == 1:
             return tuple(batch), {}  # as TensorDataset has it
     return (batch,), {}
@@ -114,6 +114,15 @@ def takes_arguments(function: Callable[..., Any]) -> bool:
         return bool(inspect.signature(function).parameters)
     except (TypeError, ValueError):
         return True
+
+
+def takes_any(function: Any) -> bool:
+    """True if it takes any number of arguments, or any named ones."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        return False
+    return any(each.kind in (each.VAR_POSITIONAL, each.VAR_KEYWORD) for each in parameters)
 
 
 def _takes_one(signature: inspect.Signature) -> bool:

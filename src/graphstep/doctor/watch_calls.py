@@ -13,11 +13,11 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from types import CodeType, FrameType
+from types import CodeType, FrameType, MappingProxyType
 from typing import Any, Final
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer, lr_scheduler
 
 from graphstep.doctor.findings import SourceLine
@@ -43,6 +43,8 @@ _MODULE_HOOKS: Final = (
     "register_full_backward_hook",
     "register_full_backward_pre_hook",
 )
+_READS: Final = MappingProxyType({"cpu": "GS-H004", "numpy": "GS-H004", "tolist": "GS-H005"})
+"""Methods of tensors that leave no operation that tells of them."""
 _SEEDS: Final = ("manual_seed", "seed", "set_rng_state")
 _CUDA_SEEDS: Final = ("manual_seed", "manual_seed_all", "seed", "seed_all", "set_rng_state", "set_rng_state_all")
 
@@ -125,6 +127,10 @@ class CallWatch:
         elif is_own and getattr(function, "__name__", "") == "manual_seed":
             if isinstance(getattr(function, "__self__", None), torch.Generator):
                 self._note("GS-R003", "Generator.manual_seed", frame)
+        elif is_own and isinstance(getattr(function, "__self__", None), Tensor) and function.__name__ in _READS:
+            # Modes are told of calls, but not of those inside of one of torch's functions: hooks on what is saved.
+            if self._notes.function:
+                self._note(_READS[function.__name__], f"Tensor.{function.__name__}", frame)
         elif is_own and _is_clock(function):
             self._note("GS-Y006", f"time.{function.__name__}", frame)
         elif is_own and _is_calendar(function):
@@ -166,6 +172,8 @@ class CallWatch:
         found[inspect.unwrap(Optimizer.zero_grad).__code__] = self._zeroed
         found[inspect.unwrap(nn.Module.zero_grad).__code__] = self._zeroed
         found[inspect.unwrap(torch.amp.GradScaler.step).__code__] = self._scaled
+        saved_on_cpu = vars(torch.autograd.graph.save_on_cpu)["__init__"].__code__
+        found[saved_on_cpu] = lambda frame: self._note("GS-H004", "save_on_cpu", frame.f_back)
         for name in ("detect_anomaly", "set_detect_anomaly"):
             found[vars(getattr(torch.autograd, name))["__init__"].__code__] = self._anomaly
         return found

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, Final
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -45,6 +46,7 @@ _FACTORIES: Final = frozenset(
         *(torch.rand, torch.randn, torch.randint, torch.randperm, torch.tril_indices, torch.triu_indices),
     }
 )
+_INDEXED: Final = frozenset({Tensor.__getitem__, Tensor.__setitem__})
 _BACKWARDS: Final = frozenset({Tensor.backward, torch.autograd.backward})
 _LEAF_HOOKS: Final = frozenset({Tensor.register_hook, Tensor.register_post_accumulate_grad_hook})
 
@@ -85,6 +87,10 @@ class FunctionWatch(HostReadGuard):
         elif func is Tensor.to or func is Tensor.cuda:
             if _names_device(func, args, kwargs) and notes.roles.is_batch(args[0]):
                 notes.add("GS-T003", f"Tensor.{name}", only_direct=True, only_own=True)
+        elif func in _INDEXED:
+            if _indexes_by_values(args[1]):
+                fix = "use a slice, or make a tensor of the positions before the step (register_buffer)"
+                notes.add("GS-T001", "an index of Python numbers", fix=fix, only_direct=True)
         elif name == "__set__":
             self._assigned(func, args)
         elif func in _BACKWARDS:
@@ -104,11 +110,25 @@ class FunctionWatch(HostReadGuard):
             self._notes.add("GS-W009", "assignment to .grad", only_direct=True)
         elif (
             func.__self__ is Tensor.data
-            and isinstance(args[0], nn.Parameter)
+            and (isinstance(args[0], nn.Parameter) or (args[0].is_leaf and args[0].requires_grad))
             and storage_of(args[0]) != storage_of(args[1])  # `p.data -= x` assigns the memory that it has.
         ):
             detail = self._notes.roles.name_of(args[0])
             self._notes.add("GS-W001", "assignment to .data", detail=detail)
+
+
+def _indexes_by_values(index: Any) -> bool:
+    """True if torch makes a tensor of a part of the index: a list of numbers, an array of numpy."""
+    parts = index if isinstance(index, tuple) else (index,)
+    return any(
+        isinstance(part, np.ndarray | range) or (isinstance(part, list) and _is_of_numbers(part)) for part in parts
+    )
+
+
+def _is_of_numbers(values: list[Any]) -> bool:
+    return bool(values) and all(
+        _is_of_numbers(each) if isinstance(each, list) else isinstance(each, int | np.integer) for each in values
+    )
 
 
 def _names_device(func: Any, args: Any, kwargs: Any) -> bool:

@@ -288,14 +288,21 @@ class CudaEngine:
         write there still. Allocated inside a capture it would lie among what other graphs keep. The backward pass runs
         in a thread with handles of its own.
         """
-        is_first = self.workspace_pool is None
-        if is_first:
-            self.workspace_pool = torch.cuda.graph_pool_handle()
+        if self.workspace_pool is not None:
+            self._take_workspaces()
+            return
+        self._stream = cuda_workspaces.unused_stream(self._stream)
+        self.workspace_pool = cuda_workspaces.pool_of(self._stream)
+        # An earlier engine with this stream may have left its workspaces in the pool.
+        (before,) = pool_segments([self.workspace_pool])
+        self._take_workspaces()
+        (after,) = pool_segments([self.workspace_pool])
+        self._workspace_bytes = after - before
+
+    def _take_workspaces(self) -> None:
         with torch.inference_mode(False), torch.autocast("cuda", enabled=False), self.capture_stream():
             cuda_workspaces.take(self.workspace_pool, self._device)
         torch.cuda.synchronize(self._device)
-        if is_first:
-            self._workspace_bytes = pool_segments([self.workspace_pool])[0]
 
     def _open_lane(self) -> _Lane:
         """A new pool, and a graph in it: the allocator gives up a pool that no graph uses, and refuses its name."""

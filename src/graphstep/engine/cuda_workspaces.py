@@ -12,6 +12,35 @@ from torch import Tensor
 from graphstep.engine.compiled_part import apply_of
 from graphstep.engine.cuda_memory import stream_allocating_in
 
+_NUM_STREAMS: Final = 32
+"""As many as torch makes before it gives them out again."""
+_FIRST_NAME: Final = 1 << 62
+"""Far from the names that torch gives to pools: it counts them."""
+
+
+def pool_of(stream: torch.cuda.Stream) -> tuple[int, int]:
+    """The name of the pool for the workspaces of a stream: the same for all who have that stream, one after another."""
+    return 0, _FIRST_NAME | stream.cuda_stream
+
+
+def unused_stream(first: torch.cuda.Stream) -> torch.cuda.Stream:
+    """A stream on which nobody else has memory; ``first`` if all that torch gives out are used. Slow.
+
+    The workspaces of a stream belong to whoever was first to multiply on it. Graphs that write there would write into
+    the memory of others once torch has freed them.
+    """
+    used = {
+        int(segment["stream"])
+        for segment in torch.cuda.memory_snapshot()
+        if not any(segment["segment_pool_id"]) and any(block["state"] != "inactive" for block in segment["blocks"])
+    }
+    stream = first
+    for _ in range(_NUM_STREAMS):
+        if stream.cuda_stream not in used:
+            return stream
+        stream = torch.cuda.Stream(first.device)
+    return first
+
 
 def take(pool: Any, device: torch.device) -> None:
     """Have the libraries take the workspaces of the current stream from a pool, unless they have some.

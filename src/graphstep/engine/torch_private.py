@@ -146,7 +146,7 @@ def has_plain_memory(tensor: Tensor) -> bool:
 
 
 def all_bytes(of: Tensor | torch.UntypedStorage) -> Tensor:
-    """The whole storage of a tensor as bytes, over the same memory. It can be written in any mode."""
+    """The whole of a storage, or of that of a tensor, as bytes over the same memory. It can be written in any mode."""
     storage = of.untyped_storage() if isinstance(of, Tensor) else of
     with torch.inference_mode(False):
         return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

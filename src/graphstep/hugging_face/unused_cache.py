@@ -13,12 +13,13 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-_CACHES: Final = ("past_key_values", "cache", "cache_params")
+_CACHES: Final = ("past_key_values", "cache", "cache_params", "layer_past", "past_key_value")
 
 
 def is_cache(value: Any) -> bool:
-    """True for a cache of transformers."""
-    return callable(getattr(value, "get_seq_length", None)) and callable(getattr(value, "update", None))
+    """True for a cache of transformers: that of a decoder with an encoder consists of two."""
+    is_one = callable(getattr(value, "update", None)) or hasattr(value, "self_attention_cache")
+    return is_one and callable(getattr(value, "get_seq_length", None))
 
 
 class UnusedCache:

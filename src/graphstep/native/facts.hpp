@@ -25,17 +25,18 @@ namespace {
 
 // ----- small things
 
-PyObject* names[25];  // Interned names of attributes, in the order of the enumeration.
 enum Name {
   LATEST, CURRENT, MANUAL_HOOK, FORWARD_POSITION, BACKWARD_POSITION, NUM_IN_FLIGHT, NUM_REPLAYS, NUM_LAUNCHES, OWNER,
   NOTE_LAUNCH, MAIN_GRAD, SHOWN, HAS_RUN, IS_CLOSED, AHEAD, READ, VERSIONS, BEFORE_BACKWARD, LAUNCH_ALL, CLOSE,
-  REPLAYED_BACKWARD, FORWARD, UNDO_AHEAD, AHEAD_OF_CALLS, SETTLE_AHEAD
+  REPLAYED_BACKWARD, FORWARD, UNDO_AHEAD, AHEAD_OF_CALLS, SETTLE_AHEAD, NUM_NAMES
 };
 const char* const name_texts[] = {
     "latest", "current", "manual_hook", "forward_position", "backward_position", "num_in_flight", "num_replays",
     "num_launches", "owner", "_note_launch", "main_grad", "shown", "_has_run", "is_closed", "ahead", "_read",
     "_versions", "_before_backward", "_launch_all", "close", "replayed_backward", "forward", "undo_ahead",
     "_ahead", "settle_ahead"};
+static_assert(sizeof(name_texts) / sizeof(name_texts[0]) == NUM_NAMES);
+PyObject* names[NUM_NAMES];  // Interned names of attributes, in the order of the enumeration.
 PyObject* one;
 
 bool keep(PyObject* kept, PyObject* object) { return PyList_Append(kept, object) == 0; }

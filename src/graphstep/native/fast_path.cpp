@@ -3,8 +3,9 @@
 // Every answer is "surely as it was" or "look closer"; who gets the second one looks closer in Python, and finds out
 // there what has changed and what that means. So nothing is decided here that Python would decide in another way.
 //
-// Types: Facts (what must be as it was), Pattern (what arguments look like), Relay (the steps of a chain of captured layers), Call (stands where a layer is
-// called, and knows the passage that expects it), Passage (one forward pass through a relay, under way).
+// Types: Facts (what must be as it was), Pattern (what arguments look like), Relay (the steps of a chain of captured
+// layers), Call (stands where a layer is called, and knows the passage that expects it), Passage (one forward pass
+// through a relay, under way). Nodes of autograd: Replay and Landmarks.
 //
 // Each object keeps whatever it refers to in one Python list, `kept`; all other pointers are borrowed from there.
 

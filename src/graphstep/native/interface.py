@@ -135,7 +135,11 @@ class FastPath(Protocol):
         """Without any."""
 
     def Pattern(self, arguments: tuple[Any, ...], named: tuple[Any, ...], /) -> Pattern:  # noqa: N802
-        """Trees: see ``read_shape`` in the source."""
+        """Of trees: see ``read_shape`` in the source.
+
+        Raises:
+            TypeError: one of them is no such tree.
+        """
 
     def Relay(self, lane: Any, /) -> Relay:  # noqa: N802
         """Without steps."""

@@ -1,4 +1,5 @@
-// Replay: what autograd sees of a run. Landmarks: the parameters that its backward halves give gradients to by themselves.
+// Nodes of autograd. Replay: what it sees of a run. Landmarks: the way from there to the parameters whose gradients the
+// backward halves accumulate by themselves.
 
 #pragma once
 
@@ -55,9 +56,9 @@ bool accumulates_all() {
   return chosen == nullptr || chosen->empty();
 }
 
-// Stands between a run and its landmarks, so that a backward pass towards parameters alone comes by the run. A pass that
-// goes everywhere need not visit them, which would cost more than all else: nothing comes from here. Only those that
-// others refer to as well may wait for their part of this one.
+// Stands between a run and its landmarks, so that a backward pass towards parameters alone comes by the run. A pass
+// that goes everywhere need not visit them, which would cost more than all else: nothing comes from here. Only those
+// that others refer to as well may wait for their part of this one.
 struct Landmarks : autograd::Node {
   autograd::edge_list passed;
 

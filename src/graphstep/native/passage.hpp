@@ -13,8 +13,8 @@ void let_go(Call* call) {
   Py_XDECREF(passage);
 }
 
-// A passage that expects nothing any more. What was launched ahead for calls that will not come is undone, unless others
-// go on with the run. False, with Python's error set, if that cannot be done.
+// A passage that expects nothing any more. What was launched ahead for calls that will not come is undone, unless
+// others go on with the run. False, with Python's error set, if that cannot be done.
 bool end(Passage* self, bool goes_on = false) {
   Way& way = self->value;
   if (way.relay == nullptr) return true;

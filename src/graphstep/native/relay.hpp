@@ -286,8 +286,8 @@ PyObject* relay_launch_backward(PyObject* object, PyObject*) {
   Py_RETURN_NONE;
 }
 
-// backward(session, grad outputs of the last step, gradients for autograd): all backward halves may be launched one after
-// the other, where all of them are wanted.
+// backward(session, grad outputs of the last step, gradients for autograd): all backward halves may be launched one
+// after the other, where all of them are wanted.
 PyObject* relay_backward(PyObject* object, PyObject* arguments) {
   auto* self = reinterpret_cast<Relay*>(object);
   PyObject *session, *grad_outputs, *incoming;

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final
@@ -186,7 +187,11 @@ def _whole_callables() -> tuple[Candidate, ...]:
 
 
 def _repeated(model: nn.Module) -> dict[str, list[tuple[str, nn.Module]]]:
-    """Lists of modules of one class, as path patterns; those inside of others' items are left out."""
+    """Modules that are repeated in a list, by path pattern; those inside of others' items are left out.
+
+    A list of one class has one pattern. In a list of several, as of layers with a head behind them, each module that
+    consists of others and has another of its class beside it is a pattern of its own.
+    """
     found: dict[str, list[tuple[str, nn.Module]]] = {}
     for path, module in model.named_modules():
         if not isinstance(module, nn.ModuleList | nn.Sequential):
@@ -194,9 +199,12 @@ def _repeated(model: nn.Module) -> dict[str, list[tuple[str, nn.Module]]]:
         if any(path.startswith(f"{item}.") for items in found.values() for item, _ in items):
             continue
         items = [(f"{path}.{name}" if path else name, item) for name, item in module.named_children()]
-        classes = {type(item) for _, item in items}
-        if len(items) > 1 and len(classes) == 1 and _has_parameters(items[0][1]):
+        numbers = Counter(type(item) for _, item in items)
+        if len(items) > 1 and len(numbers) == 1 and _has_parameters(items[0][1]):
             found[f"{path}.*" if path else "*"] = items
+        elif len(numbers) > 1:
+            repeated = [(name, item) for name, item in items if numbers[type(item)] > 1 and list(item.children())]
+            found.update((name, [(name, item)]) for name, item in repeated if _has_parameters(item))
     return found
 
 
@@ -209,7 +217,7 @@ def _has_parameters(module: nn.Module) -> bool:
 
 
 def _some(paths: Mapping[str, str], pattern: str) -> bool:
-    above = pattern.removesuffix("*")
+    above = pattern.removesuffix("*") if pattern.endswith("*") else f"{pattern}."
     return any(path.startswith(above) for path in paths)
 
 

@@ -75,7 +75,12 @@ def _after(
 
 
 class _Steps:
-    """Steps of an optimizer from torch, as far as they have to do with weight decay."""
+    """Steps of an optimizer from torch, as far as they have to do with weight decay.
+
+    Args:
+        weights: are changed by the steps.
+        rate: [] fp32 on the device.
+    """
 
     def __init__(self, weights: list[Tensor], rate: Tensor) -> None:
         self.weights, self.rate = weights, rate
@@ -84,9 +89,11 @@ class _Steps:
         self.counts = [torch.zeros((), dtype=torch.float32, device=rate.device) for _ in weights]
 
     def step(self, gradients: list[Tensor], decay: float) -> None:
-        raise NotImplementedError
+        """One step; what it leaves is in ``found`` then."""
+        raise NotImplementedError(f"{type(self).__name__} has to step")
 
     def zeros(self) -> list[Tensor]:
+        """State of the optimizer, a tensor for each weight."""
         made = [torch.zeros_like(weight) for weight in self.weights]
         self.found += made
         return made

@@ -23,6 +23,15 @@ def modules_of(function: Any) -> list[nn.Module]:
     return list(dict.fromkeys(each for each in (owner, *cells) if isinstance(each, nn.Module)))
 
 
+def name_of(function: Any) -> str:
+    """What to call it: the class of a module, ``encode of Block`` for a method of one, else the function's own name."""
+    while isinstance(function, partial):
+        function = function.func
+    name = str(getattr(function, "__name__", type(function).__name__))
+    owner = getattr(function, "__self__", None)
+    return f"{name} of {type(owner).__name__}" if isinstance(owner, nn.Module) else name
+
+
 def all_modules_of(function: Any) -> list[nn.Module]:
     """The same, with all modules inside of them."""
     return list(dict.fromkeys(each for module in modules_of(function) for each in module.modules()))

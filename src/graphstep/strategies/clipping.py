@@ -30,10 +30,11 @@ def clip_grad_norm_(
         foreach: several gradients in a launch; by default where torch can.
 
     Returns:
-        Norm of all gradients, before they are clipped.
+        [] norm of all gradients, before they are clipped; 0 on the host if there are none.
 
     Raises:
-        ConfigError: the tensor has several entries, or is on another device; a graph would not see it change.
+        ConfigError: the tensor has several entries, another type, or is on another device. Nothing has been clipped.
+        RuntimeError: ``error_if_nonfinite``, and the norm is not finite. Nothing has been clipped.
 
     Source: Pascanu et al. 2013, "On the difficulty of training recurrent neural networks", algorithm 1, with the
     epsilon of torch, and rounded as there: torch divides a number by a tensor as a product with the reciprocal.

@@ -22,15 +22,16 @@ Key = tuple[int, int]
 class DecaysInside:
     """Lets a graph follow the weight decay of torch's optimizers, which take it as a number of the host.
 
-    It is done just before the step, which is told that there is none. AdamW and its relatives decay the weights, and do
-    nothing to them before. Those that are made of single operations are given this always. The fused kernel decays by
-    itself at no cost, so there it is done only once the number has been seen to change; and only for float32 and
-    float64, as the kernel does not round half-precision weights between decay and update. How it rounds differs between
-    devices and versions of torch: :func:`formula_of_kernel` finds out.
+    It is done just before the step, which is told that there is none. AdamW and its relatives decay the weights before
+    they do anything else to them. Where their step is made of single operations, it is always done here. The fused
+    kernel decays by itself at no cost, so there it is done only once the number has been seen to change; and only for
+    float32 and float64, as the kernel does not round half-precision weights between decay and update. How it rounds
+    differs between devices and versions of torch: :func:`formula_of_kernel` finds out.
 
     All others add the decay to the gradients. Once it has been seen to change, they step with other gradients, to which
     it has been added, and ``.grad`` is what it was after the step. :func:`type_of_number` finds out how it is rounded.
-    No product adds nothing to every gradient, so a decay of 0 is a graph of its own.
+    A decay of 0 is a graph of its own: its product with a weight would change a gradient of -0.0, and is NaN where the
+    weight is infinite, while an optimizer without decay leaves gradients as they are.
 
     Args:
         optimizers: those of the step.
@@ -91,8 +92,9 @@ class DecaysInside:
                 return  # A closure computes gradients first, with weights that have not decayed.
             for index, group in enumerate(optimizer.param_groups):
                 key, number = (id(optimizer), index), group.get("weight_decay")
+                # What was written was found out before, outside of a capture: kernels cannot be tried in one.
                 if self._written.get(key) != number or not self._is_done_here(optimizer, index, group):
-                    continue  # The first says that it was asked before, outside of a capture.
+                    continue
                 if group.get("decoupled_weight_decay"):
                     formula = self._formula_of(group) if group.get("fused") else None
                     _decay(optimizer, group, self._numbers[key], formula)

@@ -17,6 +17,7 @@ from graphstep.capture.lanes import Lanes
 from graphstep.capture.pair_capture import NoGradientError
 from graphstep.capture.plan import Event, Key, Phase, PlanObserver, Variant
 from graphstep.capture.region import Region
+from graphstep.capture.report import ModuleReference
 from graphstep.capture.session import GraphSession
 from graphstep.capture.signature import Signature
 from graphstep.capture.tree import flatten
@@ -29,7 +30,7 @@ from graphstep.strategies.callable_graphs import (
     GraphedCallable,
     ScheduledCallable,
 )
-from graphstep.strategies.callable_modules import all_modules_of, device_of, modules_of
+from graphstep.strategies.callable_modules import all_modules_of, device_of, modules_of, name_of
 from graphstep.strategies.fp8_callables import Fp8Callables, Fp8Keywords
 from graphstep.strategies.graphed_arguments import GraphedArguments, Hooks
 from graphstep.strategies.local_capture import (
@@ -406,7 +407,7 @@ class _Making:
 
     def _captured(self, index: int, session: GraphSession) -> CapturedCallable:
         function = self._asked.callables[index]
-        name = f"callables[{index}] ({getattr(function, '__name__', type(function).__name__)})"
+        name = f"callables[{index}] ({name_of(function)})"
         names = names_of(function)
         roots = tuple((name, module) for module in modules_of(function))
         modules = {id(module): module for _, root in roots for module in root.modules()}
@@ -417,6 +418,7 @@ class _Making:
         self._callable_of[region] = index
         captured = CapturedCallable(region, session.stats(name, region.kind), session.watch(roots), roots, names)
         captured.module = given if isinstance(given := self._asked.callables[index], nn.Module) else None
+        captured.stats.module = ModuleReference(captured.module) if captured.module is not None else None
         return captured
 
     def _settle(self, chains: Sequence[Chain], *, allows_unused: bool) -> None:

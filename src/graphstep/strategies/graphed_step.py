@@ -235,8 +235,8 @@ def graph_step(step_fn: Callable[P, R] | None = None, **options: Any) -> Any:
     the step runs; what is under ``torch.compile`` runs as it was written meanwhile, unless ``modules`` are named, and
     its compiled kernels are in the graph. Learning rates, and weight decays of torch's optimizers, are read from
     ``param_groups`` before each replay, so schedulers work, outside the step; when another number changes, the step is
-    captured anew.
-    Optimizers in the step need ``fused=True`` or ``capturable=True``, as they must not read anything back.
+    captured anew. Optimizers in the step need ``fused=True`` or ``capturable=True``, as they must not read anything
+    back.
 
     The graph makes its gradients where ``zero_grad()`` in the step would have them made anew. They are ``.grad`` after
     the call, until the next one; what is kept longer gets memory of its own.

@@ -105,6 +105,10 @@ SETS_FLAGS: Final = (
     "the step changes the training flags of modules (train() or eval()); a replay would not",
     "call train() or eval() before the step, and put back in it what it changes",
 )
+FREEZES: Final = (
+    "each run changes which parameters want a gradient (requires_grad); a replay would not",
+    "freeze and thaw parameters before the step, or put back in it what it changes",
+)
 RETURNS_LOSS: Final = (
     "the step returns a tensor that wants a gradient, and runs no backward; what a replay returns has no history",
     "call backward in the step, or return the tensor detached",

@@ -12,7 +12,14 @@ from graphstep.capture.session import GraphSession
 from graphstep.capture.tree import flatten
 from graphstep.engine import torch_private
 from graphstep.errors import CaptureError
-from graphstep.strategies.iteration_refusals import RETURNS_LOSS, SETS_FLAGS, WRITES, refused, with_children
+from graphstep.strategies.iteration_refusals import (
+    FREEZES,
+    RETURNS_LOSS,
+    SETS_FLAGS,
+    WRITES,
+    refused,
+    with_children,
+)
 from graphstep.strategies.iteration_state import Iteration, Step
 
 
@@ -28,6 +35,7 @@ def watched_run(step: Step, iteration: Iteration, session: GraphSession, modules
     places = step.reads(iteration.static.arguments)
     attributes = iteration.attributes = Attributes(with_children(step.modules), places=places)
     flags = [module.training for module in modules]
+    frozen = _frozen(modules)
     versions = iteration.static.versions()
     before = iteration.gradients.before(modules, step.optimizers.parameters())
     result, observation = session.watch_run(lambda: step.function(iteration.static.arguments))
@@ -39,6 +47,8 @@ def watched_run(step: Step, iteration: Iteration, session: GraphSession, modules
         iteration.refusal = refused(where, *WRITES)
     elif [module.training for module in modules] != flags:
         iteration.refusal = refused(where, *SETS_FLAGS)
+    elif _frozen(modules) != frozen:
+        iteration.refusal = refused(where, *FREEZES)
     elif any(tensor.requires_grad for tensor in tensors) and not iteration.gradients.are_filled():
         iteration.refusal = refused(where, *RETURNS_LOSS)
     else:
@@ -50,3 +60,9 @@ def watched_run(step: Step, iteration: Iteration, session: GraphSession, modules
     observation.forget_storages(torch_private.storage_key(home.tensor) for home in session.gradient_homes.values())
     iteration.observation = observation
     return result
+
+
+def _frozen(modules: Sequence[nn.Module]) -> set[int]:
+    """Identities of parameters that want no gradient."""
+    parameters = (each for module in modules for each in module._parameters.values())
+    return {id(each) for each in parameters if each is not None and not each.requires_grad}

@@ -171,7 +171,7 @@ class CudaGraphManager:
         """With nothing in flight: capture what is due.
 
         Returns:
-            True if :meth:`verify` is due as well: nothing is in flight, or it was not for long.
+            True if :meth:`verify` is due as well: nothing is in flight, or many calls have come since the last time.
 
         Raises:
             StaleAddressError: a parameter or buffer has moved since the capture, or a module was replaced.
@@ -189,7 +189,7 @@ class CudaGraphManager:
             return False
         if self._watched is not None and self._is_built_later and self._build.poll() is not None and not self._num_open:
             self._is_built_later = False
-            self.verify()  # What the compiled part is told to look for is what it finds now.
+            self.verify()  # The compiled part takes what it finds now for what was captured.
             self._use_fast_path()
         self._num_unchecked = 0
         return self._watched is not None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dis
 import functools
 import inspect
+import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from enum import Enum
@@ -12,6 +13,7 @@ from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, Final
 
 from torch import Tensor, nn
+from torch.autograd import Function
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -50,6 +52,9 @@ _OF_OPTIMIZERS: Final = frozenset(
     }
 )
 """Attributes of an optimizer that torch, its schedulers and scalers set, and that are watched elsewhere if at all."""
+
+_OF_FUNCTIONS: Final = ("forward", "setup_context", "backward", "vjp", "jvp", "vmap")
+"""Methods of a function of autograd."""
 
 _LAUNCHES: Final = frozenset({"step", "forward_backward", "__call__"})
 """Attributes of what launches graphs of its own."""
@@ -109,7 +114,8 @@ class StepReads:
         for root in modules:
             for module in root.modules():
                 self._kinds[type(module)] = None
-                self._follow(module.__dict__.get("forward", type(module).forward))
+                # Not asked of the class itself, since that of a scripted module answers for its objects alone.
+                self._follow(module.__dict__.get("forward", inspect.getattr_static(type(module), "forward", None)))
 
     def add_optimizers(self, optimizers: Iterable[Optimizer]) -> None:
         """What optimizers of the user's own keep besides groups and state, and what the code of their step reads."""
@@ -130,7 +136,10 @@ class StepReads:
             self._follow(function.func)
             self.add_values([*function.args, *function.keywords.values()])
         elif isinstance(function, MethodType):
-            self._follow(function.__func__, function.__self__, path)
+            owner = function.__self__
+            if isinstance(owner, type) and issubclass(owner, Function):  # A variable may hold its ``apply``.
+                self._follow_class(path, owner, function.__name__)
+            self._follow(function.__func__, owner, path)
         elif isinstance(function, FunctionType):
             if _is_users(function):
                 self._read(function, bound, path)
@@ -229,7 +238,7 @@ class StepReads:
         name, rest = attributes[0], attributes[1:]
         if isinstance(value, LRScheduler) and name in _READS_THE_RATE:
             self._note(f"{path}.last_epoch", vars(value), "last_epoch", is_whole=False)
-        if not isinstance(value, nn.Module | type) and _is_of_library(type(value)):
+        if not isinstance(value, nn.Module | type | threading.local) and _is_of_library(type(value)):
             return
         if isinstance(value, Optimizer | LRScheduler):
             self._follow_class(path, value, name)
@@ -249,6 +258,9 @@ class StepReads:
         """Read what the class of an object has under a name, if it is code."""
         kind = value if isinstance(value, type) else type(value)
         bound = GONE if isinstance(value, type) else value
+        if name == "apply" and issubclass(kind, Function):  # Autograd calls what the class has.
+            for part in _OF_FUNCTIONS:
+                self._follow_class(path, kind, part)
         # Those that are overridden may be called through super().
         for each in [vars(base)[name] for base in kind.__mro__ if name in vars(base)]:
             if isinstance(each, property):

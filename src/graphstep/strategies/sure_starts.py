@@ -35,7 +35,7 @@ class Start:
         return self.chain.relay is not None or len(self.launched) == len(self.chain.pairs) - self.index
 
     def is_free(self, tensors: Sequence[Tensor]) -> bool:
-        """True if it can serve a call with these tensors now, where its facts hold."""
+        """True if it can serve a call with these tensors now, where its facts hold; else somebody finds out why not."""
         chain, (pair, _) = self.chain, self.launched[0]
         return (
             all(called.current is each.owner and not each.num_in_flight for each, called in self.launched)

@@ -9,7 +9,7 @@ from typing import Any, Final
 from torch import Tensor, nn
 
 from graphstep.errors import CaptureError
-from graphstep.verification.compare import Difference, Tolerances, difference, same_bits
+from graphstep.verification.compare import Difference, Tolerances, difference
 from graphstep.verification.differences import fresh
 from graphstep.verification.draws import draws_of, first_other_draw
 from graphstep.verification.report import Culprit, Part, Row
@@ -140,7 +140,7 @@ class Bisection:
                 taps.restart()
                 state.restore(failure.before)
                 target.eager(fresh(failure.batch))
-                found = self._compare(taps, list(taps.events), taps.seen(), replayed)
+                found = self._compare(list(taps.events), taps.seen(), replayed)
                 if found is not None:
                     return found
         return None
@@ -163,23 +163,22 @@ class Bisection:
         return taps
 
     def _compare(
-        self, taps: Taps, events: Sequence[Event], eager: Mapping[Place, Tensor], replayed: Mapping[Place, Tensor]
+        self, events: Sequence[Event], eager: Mapping[Place, Tensor], replayed: Mapping[Place, Tensor]
     ) -> tuple[Place, Difference] | None:
-        # Python may have called modules otherwise when the taps were laid: that much is left out.
-        known = [event for event in events if event.place in eager and event.number < len(eager[event.place])]
-        for index, (place, number) in enumerate(known):
+        # Python may have called modules otherwise when the taps were laid, and computes some again that a graph does
+        # not: that much is left out.
+        known = [
+            (place, number)
+            for place, number in events
+            if all(place in seen and number < len(seen[place]) for seen in (eager, replayed))
+        ]
+        for place, number in known:
             tolerance = self.tolerances.of(place.module)
             name = place.tensor if place.side.part is Part.FORWARD else f"gradient of {place.tensor}"
             name = name if len(eager[place]) == 1 else f"{name} (call {number + 1})"
             found = difference(name, eager[place][number], replayed[place][number], tolerance)
             if found is None or found.is_within:
                 continue
-            if taps.keeps_tensors and place.side is Side.RESULT_GRADIENT and index + 1 < len(known):
-                # One tensor, which is the argument of the next module too: its gradient is that one's.
-                following = known[index + 1]
-                is_same = same_bits(eager[following.place][following.number], eager[place][number])
-                if following.place.side is Side.ARGUMENT_GRADIENT and is_same:
-                    return following.place, found
             return place, found
         return None
 

@@ -55,6 +55,8 @@ class _Tap:
 
     history: Tensor
     counter: Tensor
+    total: Tensor
+    """How many came by: fewer than there is room for where the module was called less often."""
 
 
 @dataclass(slots=True)
@@ -67,7 +69,7 @@ class Taps:
     modules: Sequence[Named]
     keeps_tensors: bool = False
     """Modules get their arguments themselves and no aliases: for those that write into them. The gradient that is seen
-    then has the parts of all who use the tensor."""
+    at an argument then has the parts of all who use the tensor."""
     events: list[Event] = field(default_factory=list)
     """What came by, in the order of time, as Python has seen it: complete for eager runs only."""
     _taps: dict[Place, _Tap] = field(default_factory=dict)
@@ -91,7 +93,8 @@ class Taps:
         """Make room for as much as has come by so far."""
         for place, number in self._seen.items():
             history = torch.zeros((number, *place.shape), dtype=place.dtype, device=device)
-            self._taps[place] = _Tap(history, torch.zeros(1, dtype=torch.int64, device=device))
+            counter, total = (torch.zeros(1, dtype=torch.int64, device=device) for _ in range(2))
+            self._taps[place] = _Tap(history, counter, total)
 
     def restart(self) -> None:
         """Forget what came by."""
@@ -100,10 +103,12 @@ class Taps:
         for tap in self._taps.values():
             tap.history.zero_()
             tap.counter.zero_()
+            tap.total.zero_()
 
     def seen(self) -> Mapping[Place, Tensor]:
         """What came by at each place, on the host: [number, ...]."""
-        return {place: tap.history.to("cpu", copy=True) for place, tap in self._taps.items()}
+        numbers = {place: int(tap.total.item()) for place, tap in self._taps.items()}
+        return {place: tap.history[: numbers[place]].to("cpu", copy=True) for place, tap in self._taps.items()}
 
     # ----- hooks
 
@@ -114,20 +119,35 @@ class Taps:
                 return tensor
             note = partial(self._note, path, Side.ARGUMENT_GRADIENT, name)
             if keeps_tensors:
-                tensor.register_hook(note)
+                _hooked_first(tensor, note)
                 return tensor
             # The gradient of the argument has parts of others who use the same tensor; this has the module's own.
-            followed: Tensor = _Follow.apply(tensor, note)  # type: ignore[no-untyped-call]
+            followed: Tensor = _Follow.apply(tensor, note, True)  # type: ignore[no-untyped-call]
             return followed
 
         return _replaced("argument", args, see), _replaced("argument", named, see)
 
-    def _after(self, path: str, _module: nn.Module, _args: Any, result: Any) -> None:
+    def _after(self, path: str, _module: nn.Module, _args: Any, result: Any) -> Any:
+        seen = set()
+
+        def see(name: str, tensor: Tensor) -> Tensor:
+            if not (tensor.requires_grad and torch.is_grad_enabled()):
+                return tensor
+            seen.add(name)
+            # Hooks on the result are those of its module, hooks on the alias those of who called it: this is between.
+            note = partial(self._note, path, Side.RESULT_GRADIENT, name)
+            followed: Tensor = _Follow.apply(tensor, note, False)  # type: ignore[no-untyped-call]
+            return followed
+
         tensors, structure = flatten(result)
-        for name, tensor in zip(tensor_paths(structure, "result"), tensors, strict=True):
+        names = tensor_paths(structure, "result")
+        for name, tensor in zip(names, tensors, strict=True):
             self._note(path, Side.RESULT, name, tensor)
-            if tensor.requires_grad and torch.is_grad_enabled():
-                tensor.register_hook(partial(self._note, path, Side.RESULT_GRADIENT, name))
+        replaced = _replaced("result", result, see)
+        for name, tensor in zip(names, tensors, strict=True):
+            if name not in seen and tensor.requires_grad and torch.is_grad_enabled():
+                _hooked_first(tensor, partial(self._note, path, Side.RESULT_GRADIENT, name))
+        return replaced
 
     def _note(self, path: str, side: Side, name: str, tensor: Tensor) -> None:
         place = Place(path, side, name, tuple(tensor.shape), tensor.dtype)
@@ -138,22 +158,32 @@ class Taps:
             with torch.no_grad():
                 tap.history.index_copy_(0, tap.counter, tensor.detach().unsqueeze(0))
                 tap.counter.add_(1).remainder_(tap.history.shape[0])
+                tap.total.add_(1)
 
 
 class _Follow(torch.autograd.Function):
     """The same tensor; its gradient is shown to a function on its way."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, see: Callable[[Tensor], None]) -> Tensor:
-        """An alias."""
+    def forward(ctx: Any, tensor: Tensor, see: Callable[[Tensor], None], is_view: bool) -> Tensor:
+        """An alias. Autograd refuses writes into a view of this kind, and takes other aliases for new tensors."""
         ctx.see = see
-        return tensor.view_as(tensor)
+        return tensor.view_as(tensor) if is_view else tensor.detach()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         """The gradient as it is."""
         ctx.see(gradients[0])
-        return gradients[0], None
+        return gradients[0], None, None
+
+
+def _hooked_first(tensor: Tensor, see: Callable[[Tensor], None]) -> None:
+    """Show the gradient of a tensor before other hooks on it may change it."""
+    handle = tensor.register_hook(see)
+    hooks = tensor._backward_hooks
+    if hooks is not None:  # Autograd goes by the order in which entries were made.
+        later = {key: hooks.pop(key) for key in list(hooks) if key != handle.id}
+        hooks.update(later)
 
 
 def _replaced(name: str, value: Any, see: Callable[[str, Tensor], Tensor]) -> Any:
