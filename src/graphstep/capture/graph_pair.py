@@ -34,6 +34,7 @@ from graphstep.capture.saved_tensors import (
     with_memory_of_their_own,
 )
 from graphstep.capture.session import GraphSession
+from graphstep.capture.shared_copies import SharedCopy
 from graphstep.capture.signature import Signature
 from graphstep.capture.static_inputs import refresh, refresh_gradients, static_like
 from graphstep.capture.tree import flatten, unflatten
@@ -87,10 +88,8 @@ class GraphPair:
         backward_lane: Hashable = BACKWARD_LANE,
         poisons: bool = False,
     ) -> None:
-        self.region = region
-        self.signature = signature
-        self.inputs = list(inputs)
-        self.in_place = in_place
+        self.region, self.signature = region, signature
+        self.inputs, self.in_place = list(inputs), in_place
         self.chained = dict(chained or {})
         self.session, self.stats = session, stats
         self.outputs: list[Tensor] = []
@@ -109,6 +108,8 @@ class GraphPair:
         """Callers get copies of the results, and may keep them."""
         self.owner: object = None
         """Whoever replays it; for their use."""
+        self.shared_copies: list[tuple[int, SharedCopy]] = []
+        """By position: static inputs that pairs of other chains read as well."""
         self.takes_all_gradients = False
         """Every result has a place for its gradient."""
         self._reached: list[set[int]] = []
@@ -373,7 +374,12 @@ class GraphPair:
         return {source for source, _ in self.chained.values()}
 
     def overwrites_what_is_in_use(self, tensors: Sequence[Tensor]) -> bool:
-        """True if an argument had to be copied over the result of another pair, where that must not run now."""
+        """True if an argument had to be copied over the result of another pair, where that must not run now.
+
+        Or over another argument that pairs in flight share with this one.
+        """
+        if any(copy.is_needed_with_others(tensors[position]) for position, copy in self.shared_copies):
+            return True
         return any(
             tensors[position].data_ptr() != self.inputs[position].data_ptr()
             and (source.is_held() or not source.lane.allows(source.forward_position))
@@ -385,6 +391,8 @@ class GraphPair:
         for static, given in zip(self.inputs, tensors, strict=True):
             if static.data_ptr() != given.data_ptr():
                 refresh(static, given)
+        for position, copy in self.shared_copies:
+            copy.note(tensors[position])
 
     def launch_forward(self) -> None:
         """Replay the forward half, unless the pair before has launched it with its own."""

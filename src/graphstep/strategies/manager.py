@@ -26,6 +26,7 @@ from graphstep.capture.reasons import EagerReason
 from graphstep.capture.region import Region
 from graphstep.capture.report import CaptureReport, EagerPart
 from graphstep.capture.session import GraphSession
+from graphstep.capture.shared_copies import note_shared_copies
 from graphstep.capture.signature import Signature
 from graphstep.config import CapturePolicy, CudaGraphConfig, CudaGraphImpl, MismatchPolicy
 from graphstep.errors import CaptureError, ConfigError, StaleAddressError
@@ -375,6 +376,7 @@ class CudaGraphManager:
         self._watched = self.session.watch(modules, may_be_frozen=True)  # That is a matter of signatures.
         for chain in chains:
             self._watched_of[chain] = self._watch_chain(chain)
+        note_shared_copies(chains)
         settle(chains, self.session)
         self._chains.add(chains, self._regions)
         for variant, _ in plan.calls:

@@ -42,6 +42,6 @@ class Start:
             and chain.lane.allows(pair.forward_position)
             and not (pair.in_place and pair.moved_inputs(tensors))
             and not chain.lane.holds_results(pair.forward_position)
-            and not (pair.chained and pair.overwrites_what_is_in_use(tensors))
+            and not ((pair.chained or pair.shared_copies) and pair.overwrites_what_is_in_use(tensors))
             and not (self.index and chain.shares_copies)
         )
