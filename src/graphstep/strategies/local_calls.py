@@ -261,6 +261,8 @@ class RegionCalls:
             self.look_at_attributes()
             place = self._place
             is_in_place = place is not None and place.is_in_place() and place.is_laid_out_so()
+            if not is_in_place and pending.pair.forward is not None:
+                self._host.verify()  # Nobody has looked at it since the last step.
             is_as_launched = is_in_place and not pending.has_run_on_old()
             if (
                 pending.matches(arguments, named)

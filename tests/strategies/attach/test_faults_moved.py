@@ -80,6 +80,17 @@ def test_s6_what_moves_between_two_layers_is_named_in_that_step(device: torch.de
         assert num_replays(manager) == 3 * 2 + 2
 
 
+@pytest.mark.parametrize("index", range(3))
+@pytest.mark.parametrize("move", MOVES)
+def test_s6_what_moves_between_two_steps_is_named_in_the_next(device: torch.device, move: Moves, index: int) -> None:
+    model = built(partial(Stack, 3, Shifted), device)
+    with attached(model, LAYERS) as manager:
+        train(model, device, 3)
+        with move(model.layers[index]), pytest.raises(StaleAddressError, match=rf"layers\.{index}\."):
+            model(inputs(device, 5))
+        manager.close()
+
+
 @pytest.mark.parametrize("move", [other_data, other_buffer])
 def test_s6_what_moves_between_two_layers_of_a_graph(device: torch.device, move: Moves) -> None:
     """That layer has run ahead with the old one: it runs eagerly with what is there now."""
