@@ -15,6 +15,7 @@ transformers' own classes with random weights in bf16, attention by scaled dot-p
 - ``eager_zero_grad``  the step with ``model.zero_grad()``: gradients are made anew, as in most loops; all others zero
   them in place
 - ``graph_step_zero_grad``  the same as one graph, after ``use_causal_attention(model)``
+- ``graph_step_compile``  ``graph_step_causal`` with the model under ``torch.compile``, on a GPU
 
 What is reported: time of a step issued back to back, of one with an idle device before it, and the host's part of it;
 launches, and the sum of the step's own kernels, from the profiler; peak memory; and whether losses and gradients of the
@@ -143,6 +144,8 @@ class Job:
             use_causal_attention(self.model)
         self.gradients = None if self.makes_gradients_anew else FlatGradients(self.model)
         self.manager: Any = None
+        self.forward: Any = self.model
+        """What is called."""
 
     def step(self, tokens: Tensor) -> Tensor:
         """One step; returns the loss."""
@@ -167,7 +170,7 @@ class Job:
             self.model.zero_grad()
         else:
             self.gradients.zero()
-        loss: Tensor = self.model(input_ids=tokens, labels=tokens).loss
+        loss: Tensor = self.forward(input_ids=tokens, labels=tokens).loss
         loss.backward()
         return loss.detach()
 
@@ -259,9 +262,19 @@ class GraphStepZeroGradJob(GraphStepCausalJob):
     makes_gradients_anew = True
 
 
+class GraphStepCompileJob(GraphStepCausalJob):
+    """One graph of compiled kernels."""
+
+    name = "graph_step_compile"
+
+    def __init__(self, case: Case) -> None:
+        super().__init__(case)
+        self.forward = torch.compile(self.model)
+
+
 _JOBS: Final[tuple[type[Job], ...]] = (
     *(Job, EagerCausalJob, AttachJob, AttachMergedJob, AttachWholeJob, AttachModelJob),
-    *(GraphStepJob, GraphStepCausalJob, EagerZeroGradJob, GraphStepZeroGradJob),
+    *(GraphStepJob, GraphStepCausalJob, EagerZeroGradJob, GraphStepZeroGradJob, GraphStepCompileJob),
 )
 JOBS: Final[Mapping[str, type[Job]]] = MappingProxyType({job.name: job for job in _JOBS})
 
@@ -353,6 +366,8 @@ def collect(case: Case, names: Sequence[str], given: Any) -> list[dict[str, Any]
 
     if "attach_whole" in arms and not case.has_experts:
         arms["attach_whole"].update(status="unavailable", reason="the model has no experts")
+    if "graph_step_compile" in arms and case.device.type != "cuda":
+        arms["graph_step_compile"].update(status="unavailable", reason="needs a CUDA device")
     with deterministic_kernels() as without:
         each(names, "compare")
     expected.clear()

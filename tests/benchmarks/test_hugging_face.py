@@ -30,7 +30,7 @@ def test_arms(program: ModuleType, model: str, tmp_path: Path) -> None:
     arms = {arm["name"]: arm for arm in json.loads(written.read_text())["arms"]}
     assert set(arms) == set(program.JOBS)
     for name, arm in arms.items():
-        if name == "attach_whole" and model == "tiny-llama":
+        if name == "graph_step_compile" or (name == "attach_whole" and model == "tiny-llama"):
             assert arm["status"] == "unavailable"
             continue
         assert arm["status"] == "ok"
