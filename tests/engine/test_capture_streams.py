@@ -14,6 +14,7 @@ from graphstep.engine import cuda_workspaces
 NUM_STREAMS = 32
 WORKSPACE, MARK = 32 * 2**20, 512
 GENERAL = (0, 0)
+DEVICE = torch.device("cuda", 0)
 
 
 @dataclass(frozen=True)
@@ -21,7 +22,7 @@ class Stream:
     """As much of a stream as is asked for."""
 
     cuda_stream: int
-    device: torch.device = torch.device("cuda", 0)
+    device: torch.device = DEVICE
     device_index: int = 0
 
 
