@@ -236,11 +236,6 @@ class GraphPair:
         handed = [output for _, output in following.chained.values()] if following is not None else ()
         return not_reached(self.trained, self._reached, given, handed)
 
-    @property
-    def not_reached_may_differ(self) -> bool:
-        """True if which parameters get a gradient depends on which results have one."""
-        return bool(self._reached)
-
     def run_backward(self) -> list[Tensor | None]:
         """Run the backward half while it is recorded; gives the gradients of inputs and of what autograd is to add."""
         outputs = [output for output, g in zip(self.outputs, self.grad_outputs, strict=True) if g is not None]
