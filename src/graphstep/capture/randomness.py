@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from graphstep.engine import torch_private
+from graphstep.engine.compiler import DispatchMode
 from graphstep.errors import CaptureError
 
 
@@ -40,7 +40,7 @@ class HostRandomness:
         return drawn
 
 
-class NoRandomness(torch_private.DispatchMode):
+class NoRandomness(DispatchMode):
     """Refuses random operations in the backward half of a region.
 
     Recompute puts the generator back to where it was in the forward, which is another recording: its state then is of

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from graphstep.engine import torch_private
+from graphstep.engine.compiler import DispatchMode
 
 
-class CreatedStorages(torch_private.DispatchMode):
+class CreatedStorages(DispatchMode):
     """Notes the storages that operations make while it is active."""
 
     def __init__(self) -> None:

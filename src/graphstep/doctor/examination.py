@@ -35,6 +35,7 @@ from graphstep.doctor.watch_functions import FunctionWatch
 from graphstep.doctor.watch_modules import ModuleWatch
 from graphstep.doctor.watch_operations import OperationWatch
 from graphstep.engine import torch_private
+from graphstep.engine.compiler import compiled_code_off
 from graphstep.engine.host_reads import answers_as_capturing
 from graphstep.errors import CaptureError, ConfigError, Problem, UserInputError
 from graphstep.strategies.iteration_refusals import with_children
@@ -197,7 +198,7 @@ class _Examination:
     def _watched(self, number: int) -> Iterator[None]:
         with ExitStack() as stack:
             enter = stack.enter_context
-            enter(torch_private.compiled_code_off())
+            enter(compiled_code_off())
             # The backward of tensors on a GPU runs in another thread otherwise, where Python's hooks see nothing.
             enter(torch.autograd.set_multithreading_enabled(False))
             if number == 1:  # So that lines of the forward are known in the backward. Slow where Python is watched.

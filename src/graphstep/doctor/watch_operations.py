@@ -10,6 +10,7 @@ from torch import Tensor
 from graphstep.doctor.lines import CHECKPOINT, CLIPPING, OPTIMIZER, SCALER, Spot
 from graphstep.doctor.notes import Notes
 from graphstep.engine import torch_private
+from graphstep.engine.compiler import DispatchMode
 from graphstep.engine.refusals import Refusals
 from graphstep.engine.tape_ops import (
     OperationTable,
@@ -33,7 +34,7 @@ _MOST_COMPARED: Final = 1 << 26
 """Entries of a tensor that is compared with a weight of its size."""
 
 
-class OperationWatch(torch_private.DispatchMode):
+class OperationWatch(DispatchMode):
     """Notes what the rules of the tape engine refuse, and lets it happen."""
 
     supports_higher_order_operators = True

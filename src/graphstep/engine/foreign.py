@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from graphstep.engine import torch_private
+from graphstep.engine.compiler import DispatchMode
 from graphstep.engine.tape_ops import OperationTable
 from graphstep.engine.tape_rules import CaptureRules
 
 
-class InsideKernel(torch_private.DispatchMode):
+class InsideKernel(DispatchMode):
     """Watches what a foreign operation does inside: it is replayed as a whole, but may not read values either."""
 
     def __init__(self, rules: CaptureRules, table: OperationTable) -> None:

@@ -17,6 +17,7 @@ from torch import Tensor
 from graphstep.engine import torch_private
 from graphstep.engine.ambient import casts_forgotten, collection_held, default_dtype
 from graphstep.engine.assignments import DataAssignments
+from graphstep.engine.compiler import compiled_code_off
 from graphstep.engine.host_reads import HostReadGuard, answers_as_capturing, is_capturing_here
 from graphstep.engine.refusals import Refusals
 from graphstep.engine.tape_ops import OperationTable
@@ -190,7 +191,7 @@ class TapeEngine:
             with (
                 answers_as_capturing(lambda: self.is_capturing),
                 casts_forgotten(),
-                torch_private.compiled_code_off(),
+                compiled_code_off(),
             ):
                 with HostReadGuard(refusals, assignments), recorder:
                     result = function()
@@ -224,7 +225,7 @@ class TapeEngine:
     @contextmanager
     def capture_stream(self) -> Iterator[None]:
         """There are no streams on the CPU. Compiled code runs as it was written, as it does when it is recorded."""
-        with torch_private.compiled_code_off():
+        with compiled_code_off():
             yield
 
     def run_on_pool(self, function: Callable[[], T], *, lane: Hashable, copied: Callable[[T], T]) -> T:

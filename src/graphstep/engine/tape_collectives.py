@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from graphstep.engine import torch_private
+from graphstep.engine.compiler import DispatchMode
 from graphstep.engine.tape_ops import OperationTraits, tensors_in
 from graphstep.engine.tape_steps import Step, new_tensors, write_results
 
@@ -99,7 +100,7 @@ def has_memory_of_its_own(traits: OperationTraits) -> bool:
     return traits.name.partition(".")[0] in _WITH_MEMORY_OF_ITS_OWN
 
 
-class InsideCollective(torch_private.DispatchMode):
+class InsideCollective(DispatchMode):
     """Collects the memory that a collective allocates for itself. What is done with it is part of the collective."""
 
     def __init__(self, memory: dict[int, Tensor]) -> None:

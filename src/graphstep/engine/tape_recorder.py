@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from graphstep.engine import torch_private
+from graphstep.engine.compiler import DispatchMode
 from graphstep.engine.foreign import InsideKernel
 from graphstep.engine.refusals import Refusals
 from graphstep.engine.tape_collectives import (
@@ -57,7 +58,7 @@ class Tape:
         return sum(tensor.untyped_storage().nbytes() for tensor in self.created.values())
 
 
-class TapeRecorder(torch_private.DispatchMode):
+class TapeRecorder(DispatchMode):
     """Runs operations as they come and appends each to a tape.
 
     Recorded tensors are detached aliases made at dispatch: a later ``.data =`` of the user leaves them alone.

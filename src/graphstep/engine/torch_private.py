@@ -5,12 +5,10 @@ Checked on torch 2.11 (CUDA) and 2.13 (CPU).
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from operator import attrgetter
-from types import MethodType
-from typing import Any, Final, Self
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +16,6 @@ from torch.autograd.graph import GradientEdge
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parametrize
-from torch.utils._python_dispatch import TorchDispatchMode
 
 _POST_ACCUMULATE_HOOKS_OF: Final = attrgetter("_post_accumulate_grad_hooks")
 _SENDS_BUFFERS: Final = "require_forward_param_sync"
@@ -26,49 +23,6 @@ OF_DATA_PARALLEL: Final = frozenset({_SENDS_BUFFERS, "modules_buffers", "named_m
 """Attributes in which DistributedDataParallel notes what kind of forward was the last, and lists buffers anew."""
 _TIMED_EVERY, _NEVER_TIMED = 100, 2**31 - 1  # Of how many forwards DistributedDataParallel times one; torch's default.
 Switch = tuple[Callable[[], Any], Callable[..., None]]
-
-
-class DispatchMode(TorchDispatchMode):
-    """A dispatch mode that does without the compiler.
-
-    PyTorch wraps the handler of a mode so that ``torch.compile`` leaves it alone, and the wrapper imports the compiler
-    on first use: seconds, in the middle of a capture, for a program that compiles nothing. So the handler is wrapped
-    here, and only where the compiler is there already. Versions that do not know the method wrap it themselves.
-    """
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Compiled code runs as such. Else it would be skipped, in this call and in all later ones."""
-        return True
-
-    def __enter__(self) -> Self:
-        compiler = sys.modules.get("torch._dynamo")
-        if compiler is not None and "__torch_dispatch__" not in self.__dict__:
-            handler = compiler.disable(type(self).__torch_dispatch__)
-            self.__dict__["__torch_dispatch__"] = MethodType(handler, self)
-        super().__enter__()  # type: ignore[no-untyped-call]
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)  # type: ignore[no-untyped-call]
-        self.__dict__.pop("__torch_dispatch__", None)
-
-
-@contextmanager
-def compiled_code_off() -> Iterator[None]:
-    """Have what is under ``torch.compile`` run as it was written: compiled kernels pass the dispatcher by.
-
-    Costs nothing in a program that compiles nothing.
-    """
-    if "torch._dynamo" not in sys.modules:
-        yield
-        return
-    with torch.compiler.set_stance("force_eager"):
-        yield
 
 
 def storage_key(tensor: Tensor) -> int:

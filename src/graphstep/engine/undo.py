@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from graphstep.engine import torch_private
+from graphstep.engine.compiler import DispatchMode
 from graphstep.engine.refusals import Refusals
 from graphstep.engine.tape_ops import OperationTable, tensors_in, written_tensors
 
@@ -59,7 +60,7 @@ class UndoLog:
         self._saved.clear()
 
 
-class WriteObserver(torch_private.DispatchMode):
+class WriteObserver(DispatchMode):
     """Feeds an :class:`UndoLog` while a function runs, and notes what the function touches.
 
     Kernels launched past the dispatcher are not seen; tensors known to be written by such are saved by the caller.

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from graphstep.engine import torch_private
+from graphstep.engine.compiler import DispatchMode, compiled_code_off
 from graphstep.engine.tape_ops import OperationTable, OperationTraits, Replay, tensors_in
 from graphstep.planning.scopes import Scopes
 
@@ -102,14 +103,14 @@ def log_step(run: Callable[[Scopes], Any], device: torch.device, owned: Iterable
     logger = StepLogger(device, owned)
     scopes = Scopes(on_change=logger.look, on_entry=logger.entered)
     logger.follow(scopes)
-    with torch_private.compiled_code_off(), logger:
+    with compiled_code_off(), logger:
         run(scopes)
         logger.log.num_microbatches = scopes.num_microbatches
     logger.look()
     return logger.log
 
 
-class StepLogger(torch_private.DispatchMode):
+class StepLogger(DispatchMode):
     """Writes a :class:`StepLog` while it is entered."""
 
     def __init__(self, device: torch.device, owned: Iterable[Tensor] = ()) -> None:

@@ -13,7 +13,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from graphstep.engine import torch_private
+from graphstep.engine.compiler import compiled_code_off
 
 
 class StepParts:
@@ -84,7 +84,7 @@ class StepParts:
         if is_looking:
             handles.append(register_module_forward_pre_hook(note_module))
         try:
-            with torch_private.compiled_code_off() if is_looking else nullcontext():
+            with compiled_code_off() if is_looking else nullcontext():
                 yield
         finally:
             for handle in handles:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from graphstep.engine import torch_private
+from graphstep.engine.compiler import DispatchMode
 from graphstep.engine.tape_ops import tensors_in
 
 
@@ -21,7 +22,7 @@ class Draw(NamedTuple):
     num_elements: int
 
 
-class _Draws(torch_private.DispatchMode):
+class _Draws(DispatchMode):
     """Notes random operations while it is active, each with the module that runs."""
 
     def __init__(self) -> None:
