@@ -275,6 +275,49 @@ def test_config_as_json_says_what_is_captured(capsys: pytest.CaptureFixture[str]
     assert content["argv"] == ["--no-check-for-nan-in-loss-and-grad", "--cuda-graph-impl", "full_iteration"]
 
 
+REFUSED = (
+    ("--num-experts 8 --cuda-graph-impl local", ["whole-layers-need-static-experts"]),
+    ("--num-experts 8 --moe-grouped-gemm --cuda-graph-impl local", ["moe-grouped-gemm-bias"]),
+    ("--cuda-graph-impl local --cuda-graph-modules attn mamba", ["module-in-no-layer"]),
+    (
+        "--hybrid-layer-pattern M*EG --cuda-graph-impl local",
+        ["not-available-pattern-letter", "pattern-needs-experts", "mamba-groups-divide-heads"],
+    ),
+    ("--tensor-model-parallel-size 1 --optimizer sgd", ["not-available-optimizer"]),
+)
+
+
+@pytest.mark.parametrize(("words", "codes"), REFUSED)
+def test_config_says_what_train_refuses(words: str, codes: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """Whatever train refuses is told, with the same words, and no command is printed that would not run."""
+    argv = [*words.split(), "--mock-data"]
+    assert cli.main(["train", *argv]) == 2
+    told_by_train = capsys.readouterr().err.splitlines()[1:-1]
+    assert cli.main(["config", *argv]) == 0
+    out = capsys.readouterr().out
+    shown = out.partition("refused by graphstep train\n")[2].splitlines()
+    assert [line.removeprefix("  ") for line in shown] == told_by_train
+    assert [line.rpartition("[")[2].rstrip("]") for line in shown if line.startswith("  - ")] == codes
+    assert "graphstep train --" not in out
+    assert cli.main(["config", "--json", *argv]) == 0
+    refused = json.loads(capsys.readouterr().out)["refused_by_train"]
+    assert [problem["code"] for problem in refused] == codes
+    assert all(problem["where"] and problem["fix"] for problem in refused)
+
+
+def test_config_prints_the_command_of_what_train_takes(capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["--num-experts", "8", "--cuda-graph-impl", "local", "--cuda-graph-policy", "auto"]
+    assert cli.main(["config", *argv]) == 0
+    captured = capsys.readouterr()
+    assert "refused" not in captured.out
+    assert captured.out.splitlines()[-1].startswith("graphstep train --")
+    assert "will run eagerly" in captured.err, "notices of train are given too"
+    assert cli.main(["config", "--json", *argv]) == 0
+    content = json.loads(capsys.readouterr().out)
+    assert content["refused_by_train"] == []
+    assert "dynamic-experts-stay-eager" in {notice["code"] for notice in content["notices"]}
+
+
 def test_config_prints_the_page_of_rules(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["config", "--rules"]) == 0
     assert "### full-iteration-nan-check" in capsys.readouterr().out

@@ -70,7 +70,9 @@ LOCAL = ("--cuda-graph-impl", "local")
         ("--num-layers 2 --hybrid-layer-pattern MX", "hybrid-layer-pattern-range"),
         ("--num-layers 2 --hybrid-layer-pattern *G", "not-available-pattern-letter"),
         ("--num-layers 2 --hybrid-layer-pattern *E", "pattern-needs-experts"),
-        ("--num-layers 2 --hybrid-layer-pattern M*", "mamba-groups-divide-heads"),
+        ("--num-layers 2 --hybrid-layer-pattern M*", "mamba-head-dim-divides"),
+        ("--num-layers 2 --hybrid-layer-pattern M* --mamba-head-dim 8", "mamba-groups-divide-heads"),
+        ("--num-layers 2 --cuda-graph-modules attn mamba", "module-in-no-layer"),
         ("--num-experts 4 --moe-grouped-gemm", "moe-grouped-gemm-bias"),
     ],
 )

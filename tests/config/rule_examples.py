@@ -284,6 +284,7 @@ TRAINING_PROBLEMS: dict[str, str | Example] = {
     "not-available-retain": f"{LOCAL} --cuda-graph-retain-backward-graph",
     "not-available-ranks": Example("", TWO_RANKS),
     "not-available-pattern-letter": "--hybrid-layer-pattern *G",
+    "module-in-no-layer": f"{LOCAL} --cuda-graph-modules attn mamba",
     "not-available-mtp-num-layers": "--mtp-num-layers 1",
     "not-available-multi-latent-attention": "--multi-latent-attention",
     "not-available-fp16": "--fp16",

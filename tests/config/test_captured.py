@@ -98,6 +98,7 @@ def test_layers_are_counted() -> None:
 
 
 GROUPED = "in graphs, and no token is dropped: the rows of each are known on the device alone"
+ONE_AFTER_ANOTHER = "experts that run one after another learn their numbers of tokens on the host"
 PARTS = "--cuda-graph-modules attn moe_router moe_preprocess"
 
 
@@ -106,7 +107,10 @@ PARTS = "--cuda-graph-modules attn moe_router moe_preprocess"
     [
         ("--moe-grouped-gemm --bf16", GROUPED),
         ("--moe-grouped-gemm", f"{GROUPED} (on the CPU only: on a GPU that needs --bf16)"),
-        ("", "eager, because experts that run one after another learn their numbers of tokens on the host"),
+        (
+            "",
+            "cannot be in graphs, because experts that run one after another learn their numbers of tokens on the host",
+        ),
         (PARTS, "eager, because experts that run one after another learn their numbers of tokens on the host"),
         (
             f"{PARTS} --moe-grouped-gemm --bf16",
@@ -120,24 +124,64 @@ PARTS = "--cuda-graph-modules attn moe_router moe_preprocess"
             "--moe-grouped-gemm --bf16 --moe-expert-capacity-factor 1",
             "in graphs, and what is beyond the capacity is dropped: the rows of each are known on the device alone",
         ),
+        ("--cuda-graph-policy auto", f"eager, because {ONE_AFTER_ANOTHER}"),
         (
             "--moe-grouped-gemm --bf16 --expert-model-parallel-size 2",
-            "eager, because ranks exchange numbers of tokens that they learn on the host",
+            "cannot be in graphs, because ranks exchange numbers of tokens that they learn on the host",
         ),
         (
             "--moe-grouped-gemm --bf16 --moe-token-dispatcher-type flex",
-            "eager, because the flex dispatcher learns numbers of tokens on the host",
+            "cannot be in graphs, because the flex dispatcher learns numbers of tokens on the host",
         ),
         (
             "--moe-grouped-gemm --device cuda",
-            "eager, because the grouped matrix multiplication of a GPU reads its offsets on the host unless it is one "
-            "of bf16",
+            "cannot be in graphs, because the grouped matrix multiplication of a GPU reads its offsets on the host "
+            "unless it is one of bf16",
         ),
     ],
 )
 def test_experts_in_words(argv: str, line: str) -> None:
     words = ["--num-experts", "4", "--cuda-graph-impl", "local", *argv.split()]
     assert describe_capture(from_argv(words, {"WORLD_SIZE": "2"}))[1] == f"experts: {line}"
+
+
+NO_GRAPH = "nothing can be captured: "
+AFTER = "in the order of the first step, after that step"
+
+
+@pytest.mark.parametrize(
+    ("argv", "training", "validation"),
+    [
+        ("local", f"{NO_GRAPH}every layer has experts in it", "eager"),
+        (
+            "local --moe-layer-freq 2",
+            f"a forward and a backward graph of each of 2 whole layers, those with experts left out, {AFTER}",
+            "eager",
+        ),
+        ("local --moe-grouped-gemm", f"a forward and a backward graph of each of 4 whole layers, {AFTER}", "eager"),
+        (
+            "transformer_engine --hybrid-layer-pattern *E-",
+            "a forward and a backward graph for each microbatch in flight of each of 2 whole layers, those with "
+            "experts left out, in the order of the schedule, after 3 eager steps",
+            "eager",
+        ),
+        (
+            "full_iteration --no-check-for-nan-in-loss-and-grad",
+            f"{NO_GRAPH}an iteration has all experts in it",
+            "eager",
+        ),
+        (
+            "full_iteration --no-check-for-nan-in-loss-and-grad --hybrid-layer-pattern *-",
+            "forward and backward of 1 microbatch as one graph, after 3 eager steps",
+            "the forward as one graph",
+        ),
+        ("none", "eager, nothing is captured", "eager"),
+    ],
+)
+def test_layers_whose_experts_cannot_be_captured(argv: str, training: str, validation: str) -> None:
+    lines = describe_capture(from_argv(["--num-experts", "4", "--cuda-graph-impl", *argv.split()], {}))
+    assert lines[0] == f"training: {training}"
+    assert f"validation: {validation}" in lines
 
 
 @pytest.mark.parametrize("argv", ["", "--cuda-graph-impl local --hybrid-layer-pattern M*", "--skip-train"])

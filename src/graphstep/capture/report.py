@@ -241,7 +241,7 @@ class CaptureReport:
         for heading in _Line.headings(has_slots):
             table.add_column(heading, justify="right", overflow="fold")
         for line, rows in _grouped(self.rows).items():
-            names = _joined([row.name for row in rows])
+            names = joined([row.name for row in rows])
             table.add_row(Text(names), *map(Text, line.cells(rows, has_slots)))
         return table
 
@@ -416,7 +416,7 @@ def _part_notes(parts: Sequence[EagerPart]) -> list[Text]:
     for part in parts:
         # Equal parts of all layers are told together, whatever lies between them.
         texts.setdefault((part.name.rpartition(".")[2], part.why), []).append(part.name)
-    return [Text(f"eager, {_joined(names)}: {why}") for (_, why), names in texts.items()]
+    return [Text(f"eager, {joined(names)}: {why}") for (_, why), names in texts.items()]
 
 
 def _why_notes(rows: Sequence[RegionStats]) -> list[Text]:
@@ -435,10 +435,10 @@ def _advice_notes(rows: Sequence[RegionStats]) -> list[Text]:
 
 
 def _region_names(names: Sequence[str], rows: Sequence[RegionStats]) -> str:
-    return "all regions" if len(names) == len(rows) > 1 else _joined(names)
+    return "all regions" if len(names) == len(rows) > 1 else joined(names)
 
 
-def _joined(names: Iterable[str]) -> str:
+def joined(names: Iterable[str]) -> str:
     """``layers.0 … layers.11, layers.13``: a run of names that count up in one number is told by its ends."""
     from graphstep.coverage.tree import WHOLE_MODEL
 

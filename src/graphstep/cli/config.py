@@ -7,13 +7,15 @@ import os
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
+from itertools import chain
 from typing import Any
 
-from graphstep.cli.problems import print_notices, printable
-from graphstep.config import RunConfig, from_argv
+from graphstep.cli.problems import print_notices, printable, problem_lines
+from graphstep.config import Notice, RunConfig, from_argv
 from graphstep.config.captured import describe_capture
 from graphstep.config.environment import VARIABLES, Environment
 from graphstep.config.options import Option
+from graphstep.errors import ConfigError, Problem
 
 JSON_FLAG, ALL_FLAG, RULES_FLAG = "--json", "--all", "--rules"
 FLAGS: Mapping[str, str] = {
@@ -29,11 +31,13 @@ SHOWN_SECTIONS = ("model", "training", "data", "graphs")
 def run(argv: Sequence[str]) -> int:
     """Print the effective configuration: a table, or with ``--json`` one JSON object.
 
+    It also describes what ``graphstep train`` cannot do yet, such as a run on several ranks, and says that it cannot.
+
     Args:
         argv: options of ``graphstep train``, and those of ``FLAGS``.
 
     Returns:
-        Exit code 0.
+        Exit code 0, also for options that ``graphstep train`` alone refuses.
 
     Raises:
         ConfigError: wrong options; all problems at once.
@@ -43,23 +47,30 @@ def run(argv: Sequence[str]) -> int:
 
         print(rules_page(), end="")
         return 0
-    config = from_argv([word for word in argv if word not in FLAGS], os.environ)
+    words = [word for word in argv if word not in FLAGS]
+    config = from_argv(words, os.environ)
+    notices, refused = config.notices, tuple[Problem, ...]()
+    try:
+        notices = from_argv(words, os.environ, for_training=True).notices
+    except ConfigError as error:
+        refused = tuple(error.problems)
     if JSON_FLAG in argv:
-        print(json.dumps(_as_json(config), indent=2))
+        print(json.dumps(_as_json(config, notices, refused), indent=2))
         return 0
-    _print_table(config, is_full=ALL_FLAG in argv)
-    print_notices(config.notices)
+    _print_table(config, refused, is_full=ALL_FLAG in argv)
+    print_notices(notices)
     return 0
 
 
-def _as_json(config: RunConfig) -> dict[str, Any]:
+def _as_json(config: RunConfig, notices: Sequence[Notice], refused: Sequence[Problem]) -> dict[str, Any]:
     origins = {option.dest: origin for option, _, origin in config.entries()}
     return {
         **config.to_json(),
         "environment": dict(_set_variables(config)),
         "origins": origins,
         "captured": list(describe_capture(config)),
-        "notices": [asdict(notice) for notice in config.notices],
+        "notices": [asdict(notice) for notice in notices],
+        "refused_by_train": [asdict(problem) for problem in refused],
         "argv": config.to_argv(),
     }
 
@@ -70,7 +81,7 @@ def _set_variables(config: RunConfig) -> Iterator[tuple[str, Any]]:
     yield from ((VARIABLES[name], value) for name, value in found.items() if value != usual[name])
 
 
-def _print_table(config: RunConfig, *, is_full: bool) -> None:
+def _print_table(config: RunConfig, refused: Sequence[Problem], *, is_full: bool) -> None:
     from rich import box
     from rich.console import Console
     from rich.table import Table
@@ -105,6 +116,11 @@ def _print_table(config: RunConfig, *, is_full: bool) -> None:
     for line in describe_capture(config):
         console.print(Text(f"  {line}"), soft_wrap=True)
     console.print()
+    if refused:
+        console.print(Text("refused by graphstep train", style="bold"))
+        for line in chain.from_iterable(map(problem_lines, refused)):
+            console.print(Text(f"  {line}"), soft_wrap=True)
+        return
     console.print(Text("graphstep train " + printable(shlex.join(config.to_argv()))), soft_wrap=True)
 
 

@@ -23,7 +23,7 @@ def print_problems(problems: Sequence[Problem], stream: TextIO | None = None) ->
     count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
     lines = [f"graphstep: {count}"]
     for problem in problems:
-        lines += _lines(problem)
+        lines += problem_lines(problem)
     say("\n".join(lines), stream)
 
 
@@ -40,7 +40,7 @@ def print_error(error: GraphstepError, stream: TextIO | None = None) -> None:
             say("graphstep config --rules explains the rules", stream)
         return
     kind = type(error).__name__
-    say("\n".join(["graphstep: failed", *_lines(Problem(kind, error.what, error.where, error.fix))]), stream)
+    say("\n".join(["graphstep: failed", *problem_lines(Problem(kind, error.what, error.where, error.fix))]), stream)
 
 
 def print_os_error(error: OSError, stream: TextIO | None = None) -> None:
@@ -57,7 +57,7 @@ def print_os_error(error: OSError, stream: TextIO | None = None) -> None:
     problem = Problem(
         "system", f"the system refused: {error.strerror or error}", where or "output or log of the command", fix
     )
-    say("\n".join(["graphstep: failed", *_lines(problem)]), stream)
+    say("\n".join(["graphstep: failed", *problem_lines(problem)]), stream)
 
 
 def print_notices(notices: Sequence[Notice], stream: TextIO | None = None) -> None:
@@ -96,7 +96,8 @@ def printable(text: str) -> str:
     return text.encode("utf-8", "backslashreplace").decode()
 
 
-def _lines(problem: Problem) -> Iterator[str]:
+def problem_lines(problem: Problem) -> Iterator[str]:
+    """Yield what is printed of one problem: what and code, where, fix."""
     yield f"- {problem.what} [{problem.code}]"
     if problem.where:
         yield f"  where: {problem.where}"

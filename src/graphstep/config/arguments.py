@@ -15,7 +15,6 @@ from graphstep.config.derived import (
     default_global_batch_size,
     derived_options,
     implied_options,
-    is_layer_pattern,
     model_facts,
     padded_vocab_size,
     rank_facts,
@@ -23,6 +22,7 @@ from graphstep.config.derived import (
 )
 from graphstep.config.environment import Environment, Machine, machine_facts, read_environment
 from graphstep.config.keywords import read_keywords
+from graphstep.config.layer_pattern import is_layer_pattern
 from graphstep.config.migrations import OLD_NAMES, migrate
 from graphstep.config.options import OPTIONS
 from graphstep.config.options.config_file import CONFIG_FILE
@@ -223,7 +223,10 @@ def _facts(draft: _Draft, environment: Environment | None, machine: Machine) -> 
     facts |= model_facts(values)
     pattern = values["hybrid_layer_pattern"]
     if pattern is not None and not is_layer_pattern(pattern):
-        draft.wrong |= {"layer_modules", "unmatched_modules", "dynamic_experts"}
+        # What the layers that can be read have is known. What none of them has is not.
+        draft.wrong |= {"layer_modules", "unmatched_modules"}
+        if "num_layers" not in draft.given:
+            draft.wrong.add("num_layers")
     asks = values["perform_rl_step"] or (values["fp8_recipe"] == "mxfp8" and values["fp8_format"] is not None)
     facts |= machine_facts(machine, look=bool(asks))
     if environment is not None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from graphstep.config.derived import EXPERT_MODULES, pattern_layers
+from graphstep.config.derived import EXPERT_MODULES
 from graphstep.config.layer_freq import moe_layers
+from graphstep.config.layer_pattern import pattern_layers
 from graphstep.config.run import RunConfig
 from graphstep.config.static_experts import drops_and_pads, dynamic_experts, needs_half_precision
 from graphstep.config.switches import CapturePolicy, CudaGraphConfig, CudaGraphImpl, InferenceCudaGraphScope
@@ -46,12 +47,9 @@ def _lines(config: RunConfig) -> Iterator[str]:
 
 def _training(config: RunConfig) -> str:
     graphs = config.graphs
-    if config.loop.skip_train:
-        return "skipped"
-    if graphs.impl is CudaGraphImpl.none:
-        return "eager, nothing is captured"
-    if _is_switched_off(graphs):
-        return "eager, nothing is captured: --cuda-graph-policy off"
+    eager = _eager_training(config)
+    if eager:
+        return eager
     after = f", after {_times(graphs.warmup_steps, 'eager step')}"
     if graphs.impl is CudaGraphImpl.full_iteration:
         microbatches = _times(config.training.num_microbatches, "microbatch", "microbatches")
@@ -68,6 +66,22 @@ def _training(config: RunConfig) -> str:
     return f"{kind} of {_parts(config)}{merged}, in the order of the first step, after that step{rest}"
 
 
+def _eager_training(config: RunConfig) -> str:
+    """Return why no graph is made for training; empty if one is."""
+    graphs = config.graphs
+    if config.loop.skip_train:
+        return "skipped"
+    if graphs.impl is CudaGraphImpl.none:
+        return "eager, nothing is captured"
+    if _is_switched_off(graphs):
+        return "eager, nothing is captured: --cuda-graph-policy off"
+    if _left_out(config) and graphs.impl is CudaGraphImpl.full_iteration:
+        return "nothing can be captured: an iteration has all experts in it"
+    if _left_out(config) and layers_with(config, "moe") == config.model.num_layers:
+        return "nothing can be captured: every layer has experts in it"
+    return ""
+
+
 def _captures_nothing(config: RunConfig) -> bool:
     graphs = config.graphs
     return config.loop.skip_train or graphs.impl is CudaGraphImpl.none or _is_switched_off(graphs)
@@ -77,7 +91,8 @@ def _experts(config: RunConfig) -> str:
     options = config.options()
     reason = dynamic_experts(options)
     if reason:
-        return f"eager, because {reason}"
+        is_kept_out = _captures_parts(config.graphs) or _may_be_left_out(config.graphs)
+        return f"eager, because {reason}" if is_kept_out else f"cannot be in graphs, because {reason}"
     if config.graphs.modules and "moe" not in config.graphs.modules:
         return "eager beside the graphs; their shapes are static, so that module moe or whole layers take them in"
     if drops_and_pads(options):
@@ -87,14 +102,30 @@ def _experts(config: RunConfig) -> str:
     return f"in graphs, and {dropped} is dropped: the rows of each are known on the device alone{only}"
 
 
+def _captures_parts(graphs: CudaGraphConfig) -> bool:
+    return bool(graphs.modules) and graphs.impl is not CudaGraphImpl.full_iteration
+
+
+def _may_be_left_out(graphs: CudaGraphConfig) -> bool:
+    return graphs.policy is CapturePolicy.auto and graphs.impl is not CudaGraphImpl.transformer_engine
+
+
+def _left_out(config: RunConfig) -> str:
+    """Return what keeps layers with experts out of graphs that would take them in; empty if nothing does."""
+    has_experts = config.moe.num_experts is not None and layers_with(config, "moe") > 0
+    return dynamic_experts(config.options()) if has_experts and not _captures_parts(config.graphs) else ""
+
+
 def _is_switched_off(graphs: CudaGraphConfig) -> bool:
     has_policy = graphs.impl in (CudaGraphImpl.local, CudaGraphImpl.full_iteration)
     return has_policy and graphs.policy is CapturePolicy.off
 
 
 def _parts(config: RunConfig) -> str:
-    if not config.graphs.modules:
-        return f"each of {_times(config.model.num_layers, 'whole layer')}"
+    if not _captures_parts(config.graphs):
+        num_left_out = layers_with(config, "moe") if _left_out(config) else 0
+        rest = ", those with experts left out" if num_left_out else ""
+        return f"each of {_times(config.model.num_layers - num_left_out, 'whole layer')}{rest}"
     counts = {module: layers_with(config, module) for module in config.graphs.modules}
     found = [f"{module} in {_times(count, 'layer')}" for module, count in counts.items() if count]
     return ", ".join(found) if found else "nothing"
@@ -103,8 +134,8 @@ def _parts(config: RunConfig) -> str:
 def _validation(config: RunConfig) -> str:
     if config.training.eval_iters == 0:
         return "none"
-    is_captured = config.graphs.impl is CudaGraphImpl.full_iteration and not _is_switched_off(config.graphs)
-    return "the forward as one graph" if is_captured else "eager"
+    is_whole = config.graphs.impl is CudaGraphImpl.full_iteration and not _is_switched_off(config.graphs)
+    return "the forward as one graph" if is_whole and not _left_out(config) else "eager"
 
 
 def _inference(config: RunConfig) -> str:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from graphstep.config.choices import OFFLOAD_MODULES, RECOMPUTE_MODULES
 from graphstep.config.layer_freq import MAX_LAYERS, moe_layers
+from graphstep.config.layer_pattern import is_layer_pattern, pattern_layers
 from graphstep.config.static_experts import dynamic_experts
 
 EXPERT_MODULES = frozenset({"moe", "moe_router", "moe_preprocess"})
@@ -65,16 +65,6 @@ def complete_modules(impl: str, modules: Collection[str]) -> tuple[str, ...]:
     if impl == "local" and {"moe_router", "moe_preprocess"}.intersection(found):
         found += [module for module in ("moe_router", "moe_preprocess") if module not in found]
     return tuple(found)
-
-
-def is_layer_pattern(pattern: str) -> bool:
-    """Can ``--hybrid-layer-pattern`` be read?"""
-    return re.fullmatch(r"[M*EGD|-]*(/[M*EGD-]+)*", pattern) is not None and len(pattern_layers(pattern)) > 0
-
-
-def pattern_layers(pattern: str) -> str:
-    """Return one letter a layer: without separators and without the layers of multi-token prediction."""
-    return pattern.partition("/")[0].replace("|", "")
 
 
 def layer_modules(options: Mapping[str, Any]) -> frozenset[str]:

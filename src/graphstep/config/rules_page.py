@@ -42,7 +42,7 @@ def _subjects() -> Iterator[str]:
     for subject, rules in SUBJECTS:
         yield f"## {subject}\n"
         for rule in rules:
-            yield from _entry(rule.code, rule.what, rule.fix, f"{rule.where} · {_kind(rule)}")
+            yield from _entry(rule.code, rule.what, rule.fix_on_page or rule.fix, f"{rule.where} · {_kind(rule)}")
 
 
 def _kind(rule: Rule) -> str:

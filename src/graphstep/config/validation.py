@@ -75,11 +75,11 @@ def find_problems(
         wrong |= {name for name in derived if wrong.intersection(DERIVED[name][0])}
         if any(name not in options or name in wrong for name in rule.fields) or not rule.broken(view):
             continue
-        what, fix = rule.what.format_map(options), rule.fix.format_map(options)
+        problem = rule.problem({name: options[name] for name in rule.fields})
         if rule.is_notice:
-            notices.append(Notice(rule.code, what, rule.where, fix))
+            notices.append(Notice(problem.code, problem.what, problem.where, problem.fix))
         else:
-            problems.append(Problem(rule.code, what, rule.where, fix))
+            problems.append(problem)
         if rule.is_range:
             wrong.update(rule.fields)
     return problems, notices

@@ -6,8 +6,8 @@ from typing import Final
 
 import torch
 
-from graphstep.config.derived import pattern_layers
 from graphstep.config.layer_freq import moe_layers, print_layer_freq
+from graphstep.config.layer_pattern import pattern_layers
 from graphstep.config.layers import LayersConfig
 from graphstep.config.mamba import MambaConfig
 from graphstep.config.model import ModelConfig

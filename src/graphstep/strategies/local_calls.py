@@ -29,10 +29,10 @@ from graphstep.config import MismatchPolicy
 from graphstep.engine import torch_private
 from graphstep.errors import CaptureError, InputMismatchError
 from graphstep.native.interface import Call, Facts
+from graphstep.strategies.capture_failures import OR_EAGERLY
 from graphstep.strategies.local_observed import ObservedCalls, is_subclassed
 from graphstep.strategies.sure_starts import Start
 
-_OR_EAGERLY: Final = "; or let such calls run eagerly: policy='auto' (--cuda-graph-policy auto)"
 _training_of: Final = attrgetter("training")
 _wants_gradient: Final = attrgetter("requires_grad")
 _OBSERVED: Final = frozenset(
@@ -372,7 +372,7 @@ class RegionCalls:
         return self._eager(reason, arguments, named)
 
     def _refuse(self, what: str, fix: str) -> None:
-        error = CaptureError(what, where=self.region.name, fix=fix + _OR_EAGERLY * self._host.is_required)
+        error = CaptureError(what, where=self.region.name, fix=fix + OR_EAGERLY * self._host.is_required)
         if self._host.is_required:
             raise error
         self._has_warned = True

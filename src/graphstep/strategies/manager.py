@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from types import TracebackType
 from typing import Any, ClassVar, Final
 from weakref import WeakKeyDictionary
 
@@ -32,6 +31,7 @@ from graphstep.config import CapturePolicy, CudaGraphConfig, CudaGraphImpl, Mism
 from graphstep.errors import CaptureError, ConfigError, StaleAddressError
 from graphstep.native.build import Build
 from graphstep.strategies.boundary import StepBoundary
+from graphstep.strategies.capture_failures import OR_EAGERLY, CaptureFailures, cause
 from graphstep.strategies.captured_chains import CapturedChains
 from graphstep.strategies.eager_parts import eager_parts, in_no_layer
 from graphstep.strategies.found_layers import found_layers
@@ -302,6 +302,7 @@ class CudaGraphManager:
         chosen = self._chains.worth_it(seen, self._hits, self._regions)
         plan = observer.plan.only(chosen)
         merge: int | None = self._config.merge_layers
+        failures = CaptureFailures()
         while plan.calls:
             try:
                 self._capture(plan, handovers, merge)
@@ -312,7 +313,9 @@ class CudaGraphManager:
                     continue
                 merge = self._config.merge_layers
                 self._give_up(self._regions[error.region], error)
+                failures.add(error.region.name, error)
                 plan = plan.only({variant for variant, _ in plan.calls if variant.region is not error.region})
+        failures.warn(stacklevel=3)
         self._note_no_gradient(self._regions)
 
     def _note_no_gradient(self, regions: Iterable[Region]) -> None:
@@ -326,12 +329,12 @@ class CudaGraphManager:
 
     def _give_up(self, calls: RegionCalls, error: CaptureError) -> None:
         """Leave a region out, or stop: nothing is captured then, and nothing is tried again."""
-        calls.stats.why_not_captured = f"{error.what} ({error.where})"
+        calls.stats.why_not_captured = cause(calls.region.name, error)
         if self.is_required:
             self.observer = None
+            error.fix += OR_EAGERLY
             raise error
         calls.forget(EagerReason.CAPTURE_FAILED)
-        warnings.warn(f"{calls.region.name} runs eagerly: {error}", UserWarning, stacklevel=4)
 
     def _capture(self, plan: Plan, handovers: Mapping[Key, Handover], merge: int | None) -> None:
         self.verify()  # What moved since an earlier capture must not be taken for what that one has seen.
@@ -473,9 +476,7 @@ class CudaGraphManager:
         self.session.require_open()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
 

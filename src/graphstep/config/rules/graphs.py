@@ -63,6 +63,18 @@ def _is_unmatched(options: Any, module: str) -> bool:
     )
 
 
+def modules_in_no_layer(options: Any) -> tuple[str, ...]:
+    """Return the named modules that no layer has, where others are captured."""
+    if not captures_by_module(options) or _matches_nothing(options):
+        return ()
+    return tuple(module for module in _LAYERS if _is_unmatched(options, module))
+
+
+def modules_present(options: Any) -> str:
+    """Return the modules that layers of the model have, as an option takes them."""
+    return " ".join(module for module in _LAYERS if module in options.layer_modules)
+
+
 def _module_notice(module: str, layers: str) -> Rule:
     slug = module.replace("_", "-")
     return no_effect(
@@ -154,9 +166,15 @@ GRAPH_RULES: tuple[Rule, ...] = (
             "num_experts",
             "layer_modules",
         ),
+        blames=("cuda_graph_modules",),
         broken=_matches_nothing,
-        what="nothing would be captured: none of the modules in --cuda-graph-modules matches a layer of this model",
-        fix="name modules that the model has, or leave --cuda-graph-modules out to capture whole layers",
+        details=lambda o: {
+            "named": " or ".join(dict.fromkeys(o.cuda_graph_modules)),
+            "present": modules_present(o),
+        },
+        what="nothing would be captured: no layer of this model has {named}",
+        fix="name some of {present}, or leave --cuda-graph-modules out to capture whole layers",
+        fix_on_page="name modules that the model has, or leave --cuda-graph-modules out to capture whole layers",
     ),
     *(_module_notice(module, layers) for module, layers in _LAYERS.items()),
     Rule(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from graphstep.config.derived import is_layer_pattern, pattern_layers
+from graphstep.config.layer_pattern import is_layer_pattern, pattern_fault, pattern_layers
 from graphstep.config.rules.graphs import has_experts
 from graphstep.config.rules.rule import Rule, at_least, idle, no_effect, optional, words_of
 
@@ -19,20 +19,25 @@ LAYER_RULES: tuple[Rule, ...] = (
         "optimizer",
         "dataloader_type",
     ),
-    optional(
-        "hybrid_layer_pattern",
-        is_layer_pattern,
-        "one letter of M * - E G a layer",
-        "write such as M*-M: Mamba, attention, MLP, Mamba",
-    ),
     optional("mtp_num_layers", lambda v: v >= 1, "at least 1", "leave it out for none"),
     optional("loss_scale", lambda v: v > 0, "above 0", "leave it out for dynamic loss scaling"),
     at_least(0, "timing_log_level", "use 0 for no timers"),
     Rule(
+        # Not the range of a value that no other rule may look at: what its known letters ask for is told as well.
+        code="hybrid-layer-pattern-range",
+        fields=("hybrid_layer_pattern",),
+        broken=lambda o: o.hybrid_layer_pattern is not None and not is_layer_pattern(o.hybrid_layer_pattern),
+        details=lambda o: {"fault": pattern_fault(o.hybrid_layer_pattern)},
+        what="--hybrid-layer-pattern {hybrid_layer_pattern} cannot be read: {fault}",
+        fix="write a letter a layer: M for Mamba, * for attention, - for an MLP, E for experts",
+    ),
+    Rule(
         code="hybrid-num-layers",
         fields=("hybrid_layer_pattern", "num_layers"),
         broken=lambda o: (
-            o.hybrid_layer_pattern is not None and len(pattern_layers(o.hybrid_layer_pattern)) != o.num_layers
+            o.hybrid_layer_pattern is not None
+            and is_layer_pattern(o.hybrid_layer_pattern)
+            and len(pattern_layers(o.hybrid_layer_pattern)) != o.num_layers
         ),
         what="the pattern {hybrid_layer_pattern} and {num_layers} layers disagree",
         fix="leave --num-layers out: the pattern gives it",

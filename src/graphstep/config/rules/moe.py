@@ -6,6 +6,7 @@ from typing import Any
 
 from graphstep.config.rules.graphs import captures_whole_layers, has_experts, names_module
 from graphstep.config.rules.rule import Rule, at_least, idle, in_range, no_effect, optional, words_of
+from graphstep.config.static_experts import static_experts_advice
 
 _GRAPH = ("cuda_graph_impl", "cuda_graph_modules")
 _RANK = "moe_expert_rank_capacity_factor"
@@ -17,10 +18,16 @@ EXPERT_SHAPES = (
     "moe_grouped_gemm",
     "moe_token_dispatcher_type",
     "expert_model_parallel_size",
+    "add_bias_linear",
     "bf16",
     "device",
 )
 """What decides whether experts can be inside of a graph."""
+STATIC_EXPERTS_ON_PAGE = (
+    "add what is missing of --moe-grouped-gemm --disable-bias-linear --bf16 on one expert rank, or of "
+    "--moe-expert-capacity-factor 1.0 --moe-pad-expert-input-to-capacity, which drops tokens"
+)
+"""How they become static, as the page of rules says it."""
 STATIC_EXPERTS = ("moe_grouped_gemm", "moe_expert_capacity_factor", "moe_pad_expert_input_to_capacity")
 """What makes them static."""
 _EXPERT_PARTS = frozenset({"expert_fc1", "moe_act", "fused_group_mlp"})
@@ -214,10 +221,10 @@ MOE_RULES: tuple[Rule, ...] = (
         fields=(*_GRAPH, *EXPERT_SHAPES, "dynamic_experts"),
         blames=("cuda_graph_modules", "num_experts", *STATIC_EXPERTS),
         broken=lambda o: names_module(o, "moe") and has_experts(o) and bool(o.dynamic_experts),
+        details=lambda o: {"advice": static_experts_advice(o)},
         what="experts can be captured only with static shapes and without reads on the host: {dynamic_experts}",
-        fix="add --moe-grouped-gemm --disable-bias-linear --bf16 on one expert rank, or "
-        "--moe-expert-capacity-factor 1.0 --moe-pad-expert-input-to-capacity, which drops tokens; or name "
-        "moe_router, not moe",
+        fix="{advice}; or name moe_router, not moe",
+        fix_on_page=f"{STATIC_EXPERTS_ON_PAGE}; or name moe_router, not moe",
     ),
     Rule(
         code="grouped-gemm-half-precision",

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 from graphstep.config.choices import CHOICES
 from graphstep.config.environment import VARIABLES
+from graphstep.errors import Problem
 
 RULES_PAGE = "docs/rules.md"
 
@@ -30,6 +32,10 @@ class Rule:
     """Expected and found; ``{hidden_size}`` stands for the value."""
     fix: str = ""
     """The change to make."""
+    details: Callable[[Any], Mapping[str, str]] | None = None
+    """Given an object with those options alone, which break the rule: more names in braces for ``what`` and ``fix``."""
+    fix_on_page: str = ""
+    """The change as the page of rules has it, where ``fix`` depends on what was given."""
     blames: tuple[str, ...] = ()
     """The options to name, where they are fewer than those it looks at."""
     is_notice: bool = False
@@ -38,6 +44,16 @@ class Rule:
     """Holds for ``graphstep train`` only: what it cannot do yet, or what has no effect there."""
     is_range: bool = False
     """About one value alone; a value that breaks it takes no part in the rules about several."""
+
+    def problem(self, options: Mapping[str, Any]) -> Problem:
+        """Return what a user is told about this rule, which these options break.
+
+        Args:
+            options: the values it looks at, by name.
+        """
+        more = self.details(SimpleNamespace(**options)) if self.details is not None else {}
+        named = {**options, **more}
+        return Problem(self.code, self.what.format_map(named), self.where, self.fix.format_map(named))
 
     @property
     def where(self) -> str:

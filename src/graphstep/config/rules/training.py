@@ -147,7 +147,7 @@ TRAINING_RULES: tuple[Rule, ...] = (
         ("compare_with_eager", "cuda_graph_impl"),
         lambda o: o.compare_with_eager > 0 and o.cuda_graph_impl == "none",
         "--compare-with-eager compares eager with eager: nothing is captured",
-        "add --cuda-graph-impl local or full_iteration, or leave it out",
+        "add --cuda-graph-impl local, transformer_engine or full_iteration, or leave it out",
     ),
     no_effect(
         "verify-without-graphs",

@@ -17,7 +17,7 @@ from torch.nn import functional
 from graphstep.config.mamba import MambaConfig
 from graphstep.config.model import ModelConfig
 from graphstep.config.rules.mamba import MAMBA_RULES
-from graphstep.errors import ConfigError, Problem
+from graphstep.errors import ConfigError
 from graphstep.models.autocast import without_autocast
 from graphstep.models.initialization import WeightInitializer
 from graphstep.models.linear import build_linear
@@ -250,4 +250,4 @@ def _check(config: ModelConfig, mamba: MambaConfig) -> None:
     if not broken:
         broken = [rule for rule in MAMBA_RULES if rule.broken(SimpleNamespace(**options))]
     if broken:
-        raise ConfigError([Problem(r.code, r.what.format_map(options), r.where, r.fix) for r in broken])
+        raise ConfigError([rule.problem(options) for rule in broken])

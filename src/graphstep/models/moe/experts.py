@@ -22,7 +22,7 @@ from graphstep.models.mlp import swiglu, swiglu_backward, swiglu_forward
 
 _HOPPER, _BLACKWELL = (9, 0), (10, 0)
 _PADDING = "--moe-expert-capacity-factor 1.0 --moe-pad-expert-input-to-capacity"
-_EAGER = "--cuda-graph-modules attn moe_router moe_preprocess, or --cuda-graph-policy auto"
+_EAGER = "--cuda-graph-modules attn moe_router moe_preprocess"
 
 
 class Experts(nn.Module):
