@@ -11,6 +11,7 @@ transformers' own classes with random weights in bf16, attention by scaled dot-p
 - ``attach_model``    ``attach(model, regions={"": "model"})``: the whole forward, after ``use_causal_attention(model)``
 - ``graph_step``      ``graphstep.graph_step`` around the step: one graph
 - ``graph_step_causal``  the same after ``use_causal_attention(model)``: without it, a capture makes a mask
+- ``graph_step_gathered``  the same with gradients added many at a time
 - ``eager_causal``    the step as it is, after the same; losses and gradients equal those of ``eager``
 - ``eager_zero_grad``  the step with ``model.zero_grad()``: gradients are made anew, as in most loops; all others zero
   them in place
@@ -214,10 +215,11 @@ class GraphStepJob(Job):
     """One graph."""
 
     name = "graph_step"
+    gathers = False
 
     def __init__(self, case: Case) -> None:
         super().__init__(case)
-        self._graphed = graphstep.graph_step(self._step, modules=[self.model])
+        self._graphed = graphstep.graph_step(self._step, modules=[self.model], gather_gradients=self.gathers)
 
     def step(self, tokens: Tensor) -> Tensor:
         """One launch."""
@@ -239,6 +241,13 @@ class GraphStepCausalJob(GraphStepJob):
 
     name = "graph_step_causal"
     is_causal = True
+
+
+class GraphStepGatheredJob(GraphStepCausalJob):
+    """One graph, gradients added many at a time."""
+
+    name = "graph_step_gathered"
+    gathers = True
 
 
 class EagerCausalJob(Job):
@@ -274,7 +283,14 @@ class GraphStepCompileJob(GraphStepCausalJob):
 
 _JOBS: Final[tuple[type[Job], ...]] = (
     *(Job, EagerCausalJob, AttachJob, AttachMergedJob, AttachWholeJob, AttachModelJob),
-    *(GraphStepJob, GraphStepCausalJob, EagerZeroGradJob, GraphStepZeroGradJob, GraphStepCompileJob),
+    *(
+        GraphStepJob,
+        GraphStepCausalJob,
+        GraphStepGatheredJob,
+        EagerZeroGradJob,
+        GraphStepZeroGradJob,
+        GraphStepCompileJob,
+    ),
 )
 JOBS: Final[Mapping[str, type[Job]]] = MappingProxyType({job.name: job for job in _JOBS})
 

@@ -15,10 +15,17 @@ from common.case import Case, FlatGradients, Gradients, StepBatches, zeroing_ste
 from common.clocks import seconds_of
 from common.hugging_face import QwenTwin, why_no_twin
 from graphstep.capture.report import CaptureReport
+from graphstep.capture.session import GraphSession
 from graphstep.config import CudaGraphConfig, CudaGraphImpl
 from graphstep.models import GPTModel
 from graphstep.models.weight_gradients import fuse_weight_gradients
-from graphstep.strategies import ForwardBackward, Strategy, build_strategy, make_graphed_callables
+from graphstep.strategies import (
+    ForwardBackward,
+    FullCudaGraphWrapper,
+    Strategy,
+    build_strategy,
+    make_graphed_callables,
+)
 from graphstep.training.update import Joined
 
 
@@ -135,14 +142,15 @@ class StrategyArm(EagerArm):
     def build(self, case: Case) -> None:
         """Run the strategy's warmup steps, and the one or two in which it captures."""
         parts = self._make(case)
-        self._strategy = build_strategy(
-            self.graphs, model=parts.model, forward_backward_func=parts.function, device=case.device
-        )
+        self._strategy = self._strategy_for(parts, case.device)
         self._first_seconds = [
             seconds_of(partial(self.step, case.batches(index)), case.device)
             for index in range(self.graphs.warmup_steps + 2)
         ]
         self.capture_seconds = self._strategy.report().capture_seconds
+
+    def _strategy_for(self, parts: _Parts, device: torch.device) -> Strategy:
+        return build_strategy(self.graphs, model=parts.model, forward_backward_func=parts.function, device=device)
 
     def step(self, batches: StepBatches) -> Tensor:
         """Run the step through the strategy."""
@@ -189,6 +197,17 @@ class FullIterationArm(StrategyArm):
 
     name: ClassVar[str] = "full_iteration"
     graphs: ClassVar[CudaGraphConfig] = CudaGraphConfig(impl=CudaGraphImpl.full_iteration)
+
+
+class FullIterationGatheredArm(FullIterationArm):
+    """The same, with gradients added many at a time."""
+
+    name: ClassVar[str] = "full_iteration_gathered"
+
+    def _strategy_for(self, parts: _Parts, device: torch.device) -> Strategy:
+        return FullCudaGraphWrapper(
+            parts.function, model=parts.model, session=GraphSession(device), gather_gradients=True
+        )
 
 
 class FullIterationFusedArm(FullIterationArm):
@@ -429,6 +448,7 @@ ARMS: MappingProxyType[str, Callable[[], Arm]] = MappingProxyType(
         for arm in (
             EagerArm,
             FullIterationArm,
+            FullIterationGatheredArm,
             FullIterationFusedArm,
             FullIterationParallelArm,
             FullIterationCompileArm,

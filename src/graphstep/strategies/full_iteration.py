@@ -55,6 +55,9 @@ class FullCudaGraphWrapper:
         policy: what becomes of a step that cannot be captured, see :class:`CapturePolicy`.
         on_mismatch: what becomes of another key in a stage that has a graph, see :class:`MismatchPolicy`.
         use_single_mempool: training and validation graphs share one memory pool.
+        gather_gradients: gradients that are added to are added many at a time, at the end of each backward pass or
+            when 32 MiB of them wait: a launch for many parameters instead of one for each. Results are the same. Those
+            that the step itself looks at during the pass are added at once, and so are those with hooks.
         optimizers: those that step in ``forward_backward_func``, if it makes whole steps. They need ``fused=True`` or
             ``capturable=True``; their learning rates follow a schedule, see :class:`OptimizersInside`.
 
@@ -76,6 +79,7 @@ class FullCudaGraphWrapper:
         policy: CapturePolicy | str = CapturePolicy.required,
         on_mismatch: MismatchPolicy | str = MismatchPolicy.recapture,
         use_single_mempool: bool = True,
+        gather_gradients: bool = False,
         optimizers: Iterable[Optimizer] = (),
     ) -> None:
         policy, on_mismatch = checked(
@@ -95,6 +99,7 @@ class FullCudaGraphWrapper:
             policy=policy,
             on_mismatch=on_mismatch,
             use_single_mempool=use_single_mempool,
+            gather_gradients=gather_gradients,
         )
         self._inside = tuple(optimizers)
         self._optimizers = OptimizersInside(self._inside, session.device)

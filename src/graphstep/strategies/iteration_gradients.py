@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import repeat
 from operator import attrgetter, is_
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from graphstep.capture.adopted_gradients import AdoptedGradients
+from graphstep.capture.gathered_gradients import GatheredGradients, GradientWatch
 from graphstep.capture.gradients import GradientHomes, Guests, Homes
 from graphstep.capture.observe import Observation
 from graphstep.engine import torch_private
@@ -79,10 +81,14 @@ class StepGradients:
 
     Args:
         shared: of all recordings of a session.
+        gathers: gradients that are added to are added many at a time, see :class:`GatheredGradients`.
     """
 
-    def __init__(self, shared: Homes) -> None:
+    def __init__(self, shared: Homes, *, gathers: bool = False) -> None:
         self._shared = shared
+        self._gathers = gathers
+        self._can_wait: dict[int, Tensor] = {}
+        """Leaves whose gradients nothing has looked at before the end of a backward pass."""
         self._homes = GradientHomes(shared)
         self._adopted = AdoptedGradients(shared)
         self._kinds = _Kinds()
@@ -97,8 +103,9 @@ class StepGradients:
 
     def again(self) -> StepGradients:
         """For another capture of the same step."""
-        made = StepGradients(self._shared)
+        made = StepGradients(self._shared, gathers=self._gathers)
         made._kinds, made._filled, made._known = self._kinds, self._filled, self._known
+        made._can_wait = self._can_wait
         return made
 
     # ----- around an eager run
@@ -109,6 +116,17 @@ class StepGradients:
         own = (p for module in modules for p in module._parameters.values() if p is not None)
         found = {id(p): p for p in (*own, *others) if p.requires_grad}
         return [Earlier.of(p) for p in found.values()]
+
+    @contextmanager
+    def watching(self, before: Before) -> Iterator[None]:
+        """Around that run: see which gradients can wait to be added to others."""
+        if not self._gathers:
+            yield
+            return
+        watch = GradientWatch(earlier.leaf for earlier in before)
+        with watch.watching():
+            yield
+        self._can_wait = {id(leaf): leaf for leaf in watch.can_wait()}
 
     def learn(self, before: Before, observation: Observation) -> None:
         """Tell the kinds apart by what was there before and after an eager run, and by what it used."""
@@ -170,6 +188,13 @@ class StepGradients:
             leaf.grad = None
         if not is_alone:
             self._adopted.make_homes(self._made_anew().values())
+
+    @contextmanager
+    def gathered(self) -> Iterator[None]:
+        """In the captured function, around the step: add gradients together where they can wait."""
+        waiting = (leaf for leaf, gradient in self._before if gradient is not None and id(leaf) in self._can_wait)
+        with GatheredGradients(leaf for leaf in waiting if not hasattr(leaf, "main_grad")).taken():
+            yield
 
     def collect(self) -> None:
         """At the end of the captured function: bring the gradients that it made to where they live already."""

@@ -64,6 +64,7 @@ class IterationGraphs:
             warning and the reason in the report, ``off`` captures nothing.
         on_mismatch: what becomes of another key in a stage that has a graph: ``recapture``, ``eager`` or ``error``.
         use_single_mempool: the graphs of all stages share one memory pool; they never run at the same time.
+        gather_gradients: add gradients many at a time.
     """
 
     def __init__(
@@ -75,8 +76,10 @@ class IterationGraphs:
         policy: CapturePolicy = CapturePolicy.required,
         on_mismatch: MismatchPolicy = MismatchPolicy.recapture,
         use_single_mempool: bool = True,
+        gather_gradients: bool = False,
     ) -> None:
         self._session = session
+        self._gathers = gather_gradients
         self._use_single_mempool = use_single_mempool
         self._warmup_steps = warmup_steps
         self._max_graphs = max_graphs
@@ -199,7 +202,7 @@ class IterationGraphs:
         static = StaticInputs(batch, self._session.device)
         self._session.note_static(static)
         stats.static_bytes += static.nbytes
-        return Iteration(static, StepGradients(self._session.gradient_homes))
+        return Iteration(static, StepGradients(self._session.gradient_homes, gathers=self._gathers))
 
     def _make_room(self, new: tuple[str, Signature], *, captured: bool, number: int) -> None:
         """Forget keys, those used longest ago first, until ``number`` are left that have a graph, or that have none.
@@ -241,7 +244,7 @@ class IterationGraphs:
         if not self._session.has_recordings:
             # Nothing writes them any more: gradients may live elsewhere from now on.
             self._session.gradient_homes.clear()
-        iteration.gradients = StepGradients(self._session.gradient_homes)
+        iteration.gradients = StepGradients(self._session.gradient_homes, gathers=self._gathers)
 
     def _drop_if_changed(self, iteration: Iteration, step: Step, stats: RegionStats) -> None:
         graph = iteration.graph
@@ -431,7 +434,8 @@ class IterationGraphs:
         """Capture, twice if the first time shows that gradients are made anew in the step."""
 
         def run() -> tuple[list[Tensor], Node | Value]:
-            result = step.function(iteration.static.arguments)
+            with iteration.gradients.gathered():
+                result = step.function(iteration.static.arguments)
             iteration.gradients.collect()
             return flatten(result)
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from graphstep.capture.attributes import Attributes
 from graphstep.capture.session import GraphSession
@@ -38,7 +39,10 @@ def watched_run(step: Step, iteration: Iteration, session: GraphSession, modules
     frozen = _frozen(modules)
     versions = iteration.static.versions()
     before = iteration.gradients.before(modules, step.optimizers.parameters())
-    result, observation = session.watch_run(lambda: step.function(iteration.static.arguments))
+    # DistributedDataParallel sends each gradient as soon as it is there.
+    is_sent = any(isinstance(module, DistributedDataParallel) for _, module in with_children(step.modules))
+    with iteration.gradients.watching([] if is_sent else before):
+        result, observation = session.watch_run(lambda: step.function(iteration.static.arguments))
     tensors, iteration.structure = flatten(result)
     iteration.gradients.learn(before, observation)
     where = f"{step.stage}, the captured function"
