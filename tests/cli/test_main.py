@@ -281,7 +281,12 @@ REFUSED = (
     ("--cuda-graph-impl local --cuda-graph-modules attn mamba", ["module-in-no-layer"]),
     (
         "--hybrid-layer-pattern M*EG --cuda-graph-impl local",
-        ["not-available-pattern-letter", "pattern-needs-experts", "mamba-groups-divide-heads"],
+        [
+            "not-available-pattern-letter",
+            "pattern-needs-experts",
+            "whole-layers-need-static-experts",
+            "mamba-groups-divide-heads",
+        ],
     ),
     ("--tensor-model-parallel-size 1 --optimizer sgd", ["not-available-optimizer"]),
 )

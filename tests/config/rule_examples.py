@@ -266,7 +266,11 @@ NOTICES: dict[str, str | Example] = {
     "expert-groups-without-effect": f"{EXPERTS} --moe-router-num-groups 2",
     "layer-freq-beside-pattern": f"{EXPERTS} --hybrid-layer-pattern *E --moe-layer-freq 2",
     "grouped-gemm-half-precision": f"{EXPERTS} {LOCAL} --moe-grouped-gemm",
-    "uneven-dispatch-host-reads": f"{EXPERTS} {FULL} --moe-hybridep-pad-uneven-dispatch-inputs",
+    "uneven-dispatch-host-reads": (
+        f"{EXPERTS} {FULL} --moe-token-dispatcher-type flex --moe-hybridep-pad-uneven-dispatch-inputs"
+    ),
+    "uneven-dispatch-without-flex": f"{EXPERTS} --moe-hybridep-pad-uneven-dispatch-inputs",
+    "flex-backend-without-flex": f"{EXPERTS} --moe-flex-dispatcher-backend hybridep",
     "recompute-router-norm": f"{EXPERTS} {TE} --cuda-graph-modules moe_router {SELECTIVE} layernorm",
     "offload-norm-in-graph": Example(f"{TE} --cuda-graph-modules attn {FINE} attn_norm", OFFLOAD),
     "delayed-offload-without-effect": "--delay-offload-until-cuda-graph",
@@ -285,6 +289,7 @@ TRAINING_PROBLEMS: dict[str, str | Example] = {
     "not-available-ranks": Example("", TWO_RANKS),
     "not-available-pattern-letter": "--hybrid-layer-pattern *G",
     "module-in-no-layer": f"{LOCAL} --cuda-graph-modules attn mamba",
+    "vocab-size": "--vocab-size 100",
     "not-available-mtp-num-layers": "--mtp-num-layers 1",
     "not-available-multi-latent-attention": "--multi-latent-attention",
     "not-available-fp16": "--fp16",
@@ -321,6 +326,10 @@ TRAINING_PROBLEMS_TOGETHER: dict[str, str | Example] = {
     "not-available-expert-model-parallel-size": Example(EP, TWO_RANKS),
     "not-available-tensor-parallel-num-weight-shards": Example(SHARDS, TWO_RANKS),
     "not-available-moe-expert-rank-capacity-factor": f"{EXPERTS} {FUSED} {BUDGET} --disable-bias-linear",
+    "not-available-moe-paged-stash": f"{EXPERTS} {FUSED} {BUDGET} --disable-bias-linear --moe-paged-stash",
+    "not-available-moe-router-padding-for-quantization": (
+        f"{EXPERTS} --moe-token-dispatcher-type alltoall --moe-router-padding-for-quantization {FP8}"
+    ),
     "not-available-hybrid-context-parallel": (
         "--hybrid-context-parallel --calculate-per-token-loss --dataloader-type single"
     ),

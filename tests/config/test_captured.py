@@ -27,8 +27,8 @@ from graphstep.config.captured import describe_capture, layers_with
                 "after that step",
                 "validation: none",
                 "optimizer: eager",
-                "inference: not available yet; would be "
-                "one graph a layer for up to 16 token counts (exponential), decode only",
+                "inference: one graph a layer for up to 16 token counts (exponential), decode only, in graphstep "
+                "generate and serve",
             ),
         ),
         (
@@ -39,9 +39,8 @@ from graphstep.config.captured import describe_capture, layers_with
                 "after that step",
                 "validation: eager",
                 "optimizer: eager",
-                "inference: not available yet; would be "
-                "one graph of the whole model for an automatic number of token counts (exponential), "
-                "prefill as well",
+                "inference: one graph of the whole model for an automatic number of token counts (exponential), "
+                "prefill as well, in graphstep generate and serve",
             ),
         ),
         (
@@ -52,8 +51,8 @@ from graphstep.config.captured import describe_capture, layers_with
                 "merged, in the order of the first step, after that step; what cannot be captured runs eagerly",
                 "validation: none",
                 "optimizer: eager",
-                "inference: not available yet; would be "
-                "one graph a layer for up to 16 token counts (exponential), decode only",
+                "inference: one graph a layer for up to 16 token counts (exponential), decode only, in graphstep "
+                "generate and serve",
             ),
         ),
         (
@@ -70,7 +69,7 @@ from graphstep.config.captured import describe_capture, layers_with
             "--optimizer-cuda-graph",
             (
                 "training: a forward and a backward graph for each microbatch in flight of attn in 1 layer, mamba in "
-                "2 layers, in the order of the schedule, after 3 eager steps",
+                "2 layers, parts that follow each other in one, in the order of the schedule, after 3 eager steps",
                 "validation: eager",
                 "optimizer: the step as a graph of its own, after 3 eager steps",
                 "inference: eager",
@@ -176,12 +175,34 @@ AFTER = "in the order of the first step, after that step"
             "the forward as one graph",
         ),
         ("none", "eager, nothing is captured", "eager"),
+        (
+            "transformer_engine --moe-grouped-gemm --cuda-graph-policy off",
+            "eager, nothing is captured: --cuda-graph-policy off",
+            "eager",
+        ),
     ],
 )
 def test_layers_whose_experts_cannot_be_captured(argv: str, training: str, validation: str) -> None:
     lines = describe_capture(from_argv(["--num-experts", "4", "--cuda-graph-impl", *argv.split()], {}))
     assert lines[0] == f"training: {training}"
     assert f"validation: {validation}" in lines
+
+
+@pytest.mark.parametrize(
+    ("argv", "line"),
+    [
+        ("none", "the step as a graph of its own, after 3 eager steps"),
+        ("none --cuda-graph-policy off", "eager"),
+        ("local --cuda-graph-policy off", "eager"),
+        ("local --cuda-graph-policy auto", "the step as a graph of its own, after 3 eager steps"),
+        ("full_iteration --cuda-graph-policy auto", "eager"),
+        ("full_iteration --cuda-graph-policy off", "eager"),
+        ("full_iteration --moe-grouped-gemm", "in the graph of the training step, after 3 eager steps"),
+    ],
+)
+def test_where_the_optimizer_steps(argv: str, line: str) -> None:
+    nan = "--no-check-for-nan-in-loss-and-grad --optimizer-cuda-graph --num-experts 4 --cuda-graph-impl"
+    assert f"optimizer: {line}" in describe_capture(from_argv([*nan.split(), *argv.split()], {}))
 
 
 @pytest.mark.parametrize("argv", ["", "--cuda-graph-impl local --hybrid-layer-pattern M*", "--skip-train"])

@@ -48,7 +48,7 @@ def run(argv: Sequence[str]) -> int:
         print(rules_page(), end="")
         return 0
     words = [word for word in argv if word not in FLAGS]
-    config = from_argv(words, os.environ)
+    config = _read(words)
     notices, refused = config.notices, tuple[Problem, ...]()
     try:
         notices = from_argv(words, os.environ, for_training=True).notices
@@ -60,6 +60,14 @@ def run(argv: Sequence[str]) -> int:
     _print_table(config, refused, is_full=ALL_FLAG in argv)
     print_notices(notices)
     return 0
+
+
+def _read(words: Sequence[str]) -> RunConfig:
+    try:
+        return from_argv(words, os.environ)
+    except ConfigError:
+        from_argv(words, os.environ, for_training=True)  # Which has more to say of them, and says all at once.
+        raise
 
 
 def _as_json(config: RunConfig, notices: Sequence[Notice], refused: Sequence[Problem]) -> dict[str, Any]:

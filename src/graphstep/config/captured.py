@@ -38,10 +38,7 @@ def _lines(config: RunConfig) -> Iterator[str]:
     if config.moe.num_experts is not None and layers_with(config, "moe") and not _captures_nothing(config):
         yield f"experts: {_experts(config)}"
     yield f"validation: {_validation(config)}"
-    after = f", after {_times(config.graphs.warmup_steps, 'eager step')}"
-    is_whole = config.graphs.optimizer and config.graphs.impl is CudaGraphImpl.full_iteration
-    where = "in the graph of the training step" if is_whole else "the step as a graph of its own"
-    yield f"optimizer: {where + after if config.graphs.optimizer else 'eager'}"
+    yield f"optimizer: {_optimizer(config)}"
     yield f"inference: {_inference(config)}"
 
 
@@ -117,8 +114,7 @@ def _left_out(config: RunConfig) -> str:
 
 
 def _is_switched_off(graphs: CudaGraphConfig) -> bool:
-    has_policy = graphs.impl in (CudaGraphImpl.local, CudaGraphImpl.full_iteration)
-    return has_policy and graphs.policy is CapturePolicy.off
+    return graphs.impl is not CudaGraphImpl.none and graphs.policy is CapturePolicy.off
 
 
 def _parts(config: RunConfig) -> str:
@@ -128,7 +124,17 @@ def _parts(config: RunConfig) -> str:
         return f"each of {_times(config.model.num_layers - num_left_out, 'whole layer')}{rest}"
     counts = {module: layers_with(config, module) for module in config.graphs.modules}
     found = [f"{module} in {_times(count, 'layer')}" for module, count in counts.items() if count]
-    return ", ".join(found) if found else "nothing"
+    together = ", parts that follow each other in one" if len(found) > 1 else ""
+    return ", ".join(found) + together if found else "nothing"
+
+
+def _optimizer(config: RunConfig) -> str:
+    graphs = config.graphs
+    is_whole = graphs.impl is CudaGraphImpl.full_iteration
+    if not graphs.optimizer or graphs.policy is CapturePolicy.off or (is_whole and _left_out(config)):
+        return "eager"
+    where = "in the graph of the training step" if is_whole else "the step as a graph of its own"
+    return f"{where}, after {_times(graphs.warmup_steps, 'eager step')}"
 
 
 def _validation(config: RunConfig) -> str:
@@ -150,7 +156,7 @@ def _inference(config: RunConfig) -> str:
     if options.use_cuda_graphs_for_non_decode_steps:
         ceiling = options.inference_cuda_graph_max_tokens
         prefill = "prefill as well" if options.inference_cuda_graph_all_prefills else f"prefill up to {ceiling} tokens"
-    return f"not available yet; would be one graph {extent} for {counts} ({spacing}), {prefill}"
+    return f"one graph {extent} for {counts} ({spacing}), {prefill}, in graphstep generate and serve"
 
 
 def _times(number: int, one: str, several: str = "") -> str:

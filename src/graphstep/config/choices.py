@@ -18,6 +18,8 @@ DECAY_STYLES: tuple[str, ...] = get_args(DecayStyle)
 WSD_DECAY_STYLES: tuple[str, ...] = get_args(WsdDecayStyle)
 DEVICES: tuple[str, ...] = get_args(Device)
 TOKENIZER_TYPES: tuple[str, ...] = get_args(TokenizerType)
+BYTE_VOCABULARY = 257
+"""The bytes of text, and the end of a document: what ``ByteTokenizer`` has."""
 
 TransformerImpl = Literal["local", "transformer_engine", "inference_optimized"]
 CrossEntropyFusion = Literal["native", "te"]

@@ -85,13 +85,13 @@ def layer_modules(options: Mapping[str, Any]) -> frozenset[str]:
 
 
 def has_expert_layers(options: Mapping[str, Any], modules: Collection[str]) -> bool:
-    """Has the model layers with experts?
+    """Has the model layers with experts? An E in a pattern is one, also where their number is missing.
 
     Args:
         options: values by name.
         modules: parts of its layers.
     """
-    return options["num_experts"] is not None and "moe" in modules
+    return "moe" in modules
 
 
 def model_facts(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -101,9 +101,12 @@ def model_facts(options: Mapping[str, Any]) -> dict[str, Any]:
         options: all values by name.
     """
     modules = layer_modules(options)
+    has_experts = has_expert_layers(options, modules)
     return {
         "layer_modules": modules,
-        "dynamic_experts": dynamic_experts(options) if has_expert_layers(options, modules) else "",
+        "has_expert_layers": has_experts,
+        "parts_beside_experts": " ".join(module for module in ("attn", "mlp", "mamba") if module in modules),
+        "dynamic_experts": dynamic_experts(options) if has_experts else "",
         "unmatched_modules": unknown_words(options["cuda_graph_modules"], modules),
         "unknown_recompute_modules": unknown_words(options["recompute_modules"], RECOMPUTE_MODULES),
         "unknown_offload_modules": unknown_words(options["offload_modules"], OFFLOAD_MODULES),

@@ -38,26 +38,18 @@ def dynamic_experts(options: Mapping[str, Any]) -> str:
     return "" if drops_and_pads(options) else next((reason for holds, reason in reasons if holds), "")
 
 
-def static_experts_advice(options: Any) -> str:
-    """Return what would make the experts static: the options that are missing, of either way.
+def reads_counts_on_the_host(options: Any) -> bool:
+    """Does preparing the dispatch read numbers of tokens on the host?
 
     Args:
         options: all values, as attributes.
     """
-    grouped = (
-        ("--moe-grouped-gemm", not options.moe_grouped_gemm),
-        ("--disable-bias-linear", options.add_bias_linear),
-        ("--bf16", not options.bf16 and options.device != "cpu"),
-        ("--moe-token-dispatcher-type alltoall", options.moe_token_dispatcher_type == "flex"),
-        ("--expert-model-parallel-size 1", options.expert_model_parallel_size > 1),
+    is_padded = options.moe_expert_capacity_factor is not None and options.moe_pad_expert_input_to_capacity
+    return bool(
+        options.moe_token_dispatcher_type == "alltoall"
+        and not is_padded
+        and (options.moe_expert_capacity_factor is not None or options.moe_router_padding_for_quantization)
     )
-    padded = (
-        ("--moe-expert-capacity-factor 1.0", options.moe_expert_capacity_factor is None),
-        ("--moe-pad-expert-input-to-capacity", not options.moe_pad_expert_input_to_capacity),
-    )
-    without_drops, with_drops = (" ".join(word for word, is_missing in way if is_missing) for way in (grouped, padded))
-    drops = ", which drops tokens" if options.moe_expert_capacity_factor is None else ""
-    return f"add {without_drops}, or {with_drops}{drops}"
 
 
 def needs_half_precision(options: Mapping[str, Any]) -> bool:

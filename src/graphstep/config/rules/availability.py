@@ -39,6 +39,8 @@ _NOT_YET: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "optimizer_cpu_offload": (bool, "leave it out"),
     "moe_latent_size": (lambda v: v is not None, "leave it out"),
     "moe_expert_rank_capacity_factor": (lambda v: v is not None, "use --moe-expert-capacity-factor, or leave it out"),
+    "moe_paged_stash": (bool, "leave it out"),
+    "moe_router_padding_for_quantization": (bool, "leave it out"),
     "perform_rl_step": (bool, "leave it out"),
 }
 """Option -> would it change the run, and what to do instead."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from graphstep.config.choices import TOKENIZER_TYPES
+from graphstep.config.choices import BYTE_VOCABULARY, TOKENIZER_TYPES
 from graphstep.config.rules.rule import Rule, at_least, in_range, no_effect, one_of
 from graphstep.config.split import is_split, split_weights
 
@@ -29,6 +29,16 @@ DATA_RULES: tuple[Rule, ...] = (
         lambda o: o.tokenizer_type == "ByteTokenizer" and o.tokenizer_model is not None,
         "--tokenizer-model has no effect: ByteTokenizer reads no file",
         "add --tokenizer-type HuggingFaceTokenizer, or leave it out",
+    ),
+    Rule(
+        code="vocab-size",
+        fields=("vocab_size", "tokenizer_type", "make_vocab_size_divisible_by"),
+        blames=("vocab_size",),
+        broken=lambda o: o.tokenizer_type == "ByteTokenizer" and 0 < o.vocab_size < BYTE_VOCABULARY,
+        what=f"the tokenizer has {BYTE_VOCABULARY} tokens, and the model only {{vocab_size}}: --vocab-size rounded up to "
+        "a multiple of {make_vocab_size_divisible_by}",
+        fix="leave it out to take the vocabulary of the tokenizer",
+        for_training=True,
     ),
     Rule(
         code="mock-and-real-data",

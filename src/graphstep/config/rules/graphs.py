@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from graphstep.config.expert_advice import modules_that_fit
+from graphstep.config.layer_pattern import pattern_layers
 from graphstep.config.rules.rule import Rule, at_least, idle, no_effect
 
+_WHOLE = ("cuda_graph_impl", "cuda_graph_modules", "check_for_nan_in_loss_and_grad")
 _MOE = ("moe", "moe_router", "moe_preprocess")
 _LAYERS: Mapping[str, str] = {
     "attn": "attention layers",
@@ -38,6 +41,20 @@ def captures_whole_layers(options: Any) -> bool:
     return options.cuda_graph_impl == "full_iteration" or (
         captures_by_module(options) and not options.cuda_graph_modules
     )
+
+
+def _whole_iteration(options: Any) -> dict[str, str]:
+    """Return how to capture whole iterations instead."""
+    nan = " --no-check-for-nan-in-loss-and-grad" if options.check_for_nan_in_loss_and_grad else ""
+    modules = " without --cuda-graph-modules" if options.cuda_graph_modules else ""
+    return {"whole": f"--cuda-graph-impl full_iteration{nan}{modules}"}
+
+
+def _experts_to_add(options: Any) -> dict[str, str]:
+    """Return what gives the model experts to choose from."""
+    number = "--num-experts with 2 or more"
+    is_without = options.hybrid_layer_pattern is not None and "E" not in pattern_layers(options.hybrid_layer_pattern)
+    return {"experts": f"{number}, and an E to --hybrid-layer-pattern" if is_without else number}
 
 
 def _matches_nothing(options: Any) -> bool:
@@ -102,18 +119,24 @@ GRAPH_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         code="compile-captured-modules",
-        fields=("cuda_graph_impl", "compile"),
+        fields=("compile", *_WHOLE),
+        blames=("cuda_graph_impl", "compile"),
         broken=lambda o: o.compile and captures_by_module(o),
+        details=_whole_iteration,
         what="--compile takes the whole model, and --cuda-graph-impl {cuda_graph_impl} captures its layers one by one",
-        fix="use --cuda-graph-impl full_iteration, or leave --compile out",
+        fix="use {whole}, or leave --compile out",
+        fix_on_page="use --cuda-graph-impl full_iteration, or leave --compile out",
     ),
     Rule(
         code="fusion-captured-modules",
-        fields=("cuda_graph_impl", "fuse_gradient_accumulation"),
+        fields=("fuse_gradient_accumulation", *_WHOLE),
+        blames=("cuda_graph_impl", "fuse_gradient_accumulation"),
         broken=lambda o: o.fuse_gradient_accumulation and captures_by_module(o),
+        details=_whole_iteration,
         what="with --cuda-graph-impl {cuda_graph_impl} layers have graphs of their own, which add gradients their own "
         "way: --gradient-accumulation-fusion would round otherwise in them than outside",
-        fix="use --cuda-graph-impl full_iteration, or leave --gradient-accumulation-fusion out",
+        fix="use {whole}, or leave --gradient-accumulation-fusion out",
+        fix_on_page="use --cuda-graph-impl full_iteration, or leave --gradient-accumulation-fusion out",
     ),
     Rule(
         code="parallel-weight-gradients-fusion",
@@ -131,17 +154,24 @@ GRAPH_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         code="modules-need-experts",
-        fields=("cuda_graph_impl", "cuda_graph_modules", "num_experts"),
-        broken=lambda o: names_module(o, "moe", "moe_router") and not has_experts(o),
+        fields=("cuda_graph_impl", "cuda_graph_modules", "num_experts", "hybrid_layer_pattern"),
+        blames=("cuda_graph_modules", "num_experts"),
+        broken=lambda o: names_module(o, *_MOE) and not has_experts(o),
+        details=_experts_to_add,
         what="modules moe, moe_router and moe_preprocess need experts, and this model has none to choose from",
-        fix="add --num-experts, or name only modules the model has, or leave --cuda-graph-modules out",
+        fix="add {experts}, or name only modules the model has, or leave --cuda-graph-modules out",
+        fix_on_page="add --num-experts, or name only modules the model has, or leave --cuda-graph-modules out",
     ),
     Rule(
         code="preprocess-needs-router",
         fields=("cuda_graph_impl", "cuda_graph_modules"),
         broken=lambda o: names_module(o, "moe_preprocess") and "moe_router" not in o.cuda_graph_modules,
+        details=lambda o: {
+            "change": "leave moe_preprocess out" if "moe" in o.cuda_graph_modules else "name moe_router as well"
+        },
         what="module moe_preprocess continues what moe_router begins, and moe_router is not captured",
-        fix="name moe_router as well",
+        fix="{change}",
+        fix_on_page="name moe_router as well; beside moe, leave moe_preprocess out",
     ),
     Rule(
         code="moe-beside-router",
@@ -152,10 +182,13 @@ GRAPH_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         code="mlp-needs-dense-layers",
-        fields=("cuda_graph_impl", "cuda_graph_modules", "num_experts", "layer_modules"),
+        fields=("cuda_graph_impl", "cuda_graph_modules", "num_experts", "layer_modules", "dynamic_experts"),
+        blames=("cuda_graph_modules", "num_experts"),
         broken=lambda o: names_module(o, "mlp") and has_experts(o) and "mlp" not in o.layer_modules,
+        details=modules_that_fit,
         what="module mlp means MLPs without experts, and this model has none",
-        fix="name moe_router or moe instead, or leave --cuda-graph-modules out",
+        fix="{ways}",
+        fix_on_page="name moe_router or moe instead, or leave --cuda-graph-modules out",
     ),
     Rule(
         code="modules-match-nothing",
@@ -165,15 +198,13 @@ GRAPH_RULES: tuple[Rule, ...] = (
             "inference_cuda_graph_scope",
             "num_experts",
             "layer_modules",
+            "dynamic_experts",
         ),
         blames=("cuda_graph_modules",),
         broken=_matches_nothing,
-        details=lambda o: {
-            "named": " or ".join(dict.fromkeys(o.cuda_graph_modules)),
-            "present": modules_present(o),
-        },
+        details=lambda o: {"named": " or ".join(dict.fromkeys(o.cuda_graph_modules)), **modules_that_fit(o)},
         what="nothing would be captured: no layer of this model has {named}",
-        fix="name some of {present}, or leave --cuda-graph-modules out to capture whole layers",
+        fix="{ways}",
         fix_on_page="name modules that the model has, or leave --cuda-graph-modules out to capture whole layers",
     ),
     *(_module_notice(module, layers) for module, layers in _LAYERS.items()),
@@ -256,7 +287,7 @@ GRAPH_RULES: tuple[Rule, ...] = (
     no_effect(
         "policy-without-effect",
         ("cuda_graph_impl", "cuda_graph_policy"),
-        lambda o: o.cuda_graph_impl == "transformer_engine" and o.cuda_graph_policy != "required",
+        lambda o: o.cuda_graph_impl == "transformer_engine" and o.cuda_graph_policy == "auto",
         "--cuda-graph-policy {cuda_graph_policy} has no effect yet with --cuda-graph-impl {cuda_graph_impl}: it "
         "captures, and what cannot be captured is an error",
         "leave it out, or use --cuda-graph-impl local",
@@ -264,7 +295,7 @@ GRAPH_RULES: tuple[Rule, ...] = (
     no_effect(
         "policy-off",
         ("cuda_graph_impl", "cuda_graph_policy"),
-        lambda o: o.cuda_graph_impl in ("local", "full_iteration") and o.cuda_graph_policy == "off",
+        lambda o: o.cuda_graph_impl != "none" and o.cuda_graph_policy == "off",
         "with --cuda-graph-policy off nothing is captured, and the other options of CUDA graphs have no effect",
         "use --cuda-graph-policy auto or required to capture",
     ),

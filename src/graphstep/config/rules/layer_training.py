@@ -5,17 +5,21 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from graphstep.config.layer_pattern import letters_at, pattern_layers
-from graphstep.config.rules.graphs import captures_whole_layers, modules_in_no_layer, modules_present
+from graphstep.config.expert_advice import PARTS_ON_PAGE, STATIC_EXPERTS_ON_PAGE, ways_out
+from graphstep.config.layer_pattern import letters_at
+from graphstep.config.rules.graphs import (
+    captures_whole_layers,
+    modules_in_no_layer,
+    modules_present,
+    names_module,
+)
 from graphstep.config.rules.mamba import MAMBA_RULES, has_letter
-from graphstep.config.rules.moe import EXPERT_SHAPES, STATIC_EXPERTS, STATIC_EXPERTS_ON_PAGE, drops_and_pads
+from graphstep.config.rules.moe import EXPERT_SHAPES, STATIC_EXPERTS, drops_and_pads
 from graphstep.config.rules.rule import Rule
-from graphstep.config.static_experts import static_experts_advice
 
-_PARTS_ON_PAGE = "capture parts of layers: --cuda-graph-impl local --cuda-graph-modules attn moe_router moe_preprocess"
-_BESIDE_EXPERTS = (("attn ", "*"), ("mlp ", "-"), ("mamba ", "M"))
 _UNKNOWN_LETTERS = "GD|/"  # Layers and separators of Megatron-LM's patterns.
 _PADDED = ("moe_expert_capacity_factor", "moe_pad_expert_input_to_capacity")
+_BESIDE = ("dynamic_experts", "parts_beside_experts", "compile", "fuse_gradient_accumulation")
 _GRAPH = ("cuda_graph_impl", "cuda_graph_modules", "cuda_graph_policy")
 
 
@@ -30,28 +34,41 @@ def _of_mamba_layers(rule: Rule) -> Rule:
 
 
 def _multiplies_in_groups(options: Any) -> bool:
-    return options.num_experts is not None and options.moe_grouped_gemm and not drops_and_pads(options)
+    return bool(options.has_expert_layers and options.moe_grouped_gemm and not drops_and_pads(options))
+
+
+def _multiple(options: Any) -> int:
+    """Return what widths must be a multiple of: rows of matrices begin at multiples of 16 bytes; GPUs want 8 values."""
+    return 8 if options.bf16 or options.device != "cpu" else 4
+
+
+def _width(options: Any) -> int:
+    return int(options.moe_ffn_hidden_size or options.ffn_hidden_size)
+
+
+def _one_choice(options: Any) -> dict[str, str]:
+    """Return how one expert a token is chosen with gradients for the router."""
+    needs = options.moe_router_score_function == "softmax" and not options.moe_router_pre_softmax
+    return {"one": "--moe-router-topk 1" + (" --moe-router-pre-softmax" if needs else "")}
+
+
+def _another_dispatcher(options: Any) -> dict[str, str]:
+    rest = ", and leave --moe-flex-dispatcher-backend out" if options.moe_flex_dispatcher_backend == "ncclep" else ""
+    return {"change": f"use --moe-token-dispatcher-type alltoall or allgather{rest}"}
+
+
+def _without_biases(options: Any) -> dict[str, str]:
+    needs = options.cuda_graph_policy != "off" and (captures_whole_layers(options) or names_module(options, "moe"))
+    return {"change": "add --disable-bias-linear" + ("" if needs else ", or leave --moe-grouped-gemm out")}
 
 
 def _leaves_experts_out(options: Any) -> bool:
-    return bool(captures_whole_layers(options) and options.num_experts and options.dynamic_experts)
-
-
-def _ways_out(options: Any) -> dict[str, str]:
-    """Return how to have static experts, and what to do without them."""
-    impl = "" if options.cuda_graph_impl != "full_iteration" else " --cuda-graph-impl local"
-    letters = pattern_layers(options.hybrid_layer_pattern or "*")
-    has = "".join(module for module, letter in _BESIDE_EXPERTS if letter in letters)
-    parts = f"capture parts of layers:{impl} --cuda-graph-modules {has}moe_router moe_preprocess"
-    if options.cuda_graph_policy == "required" and options.cuda_graph_impl == "local":
-        parts += "; or let layers with experts run eagerly: --cuda-graph-policy auto"
-    elif options.cuda_graph_policy != "required" and options.cuda_graph_impl == "transformer_engine":
-        parts += f" (--cuda-graph-policy {options.cuda_graph_policy} has no effect with transformer_engine)"
-    return {"advice": static_experts_advice(options), "parts": parts}
+    is_on = options.cuda_graph_policy != "off"
+    return bool(is_on and captures_whole_layers(options) and options.dynamic_experts)
 
 
 def _may_stay_eager(options: Any) -> bool:
-    return bool(options.cuda_graph_policy != "required" and options.cuda_graph_impl != "transformer_engine")
+    return bool(options.cuda_graph_policy == "auto" and options.cuda_graph_impl != "transformer_engine")
 
 
 LAYER_TRAINING_RULES: tuple[Rule, ...] = (
@@ -94,72 +111,84 @@ LAYER_TRAINING_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         code="topk-exceeds-one-expert",
-        fields=("moe_router_topk", "num_experts"),
-        broken=lambda o: o.num_experts is not None and o.num_experts < o.moe_router_topk <= 2,
+        fields=(
+            "moe_router_topk",
+            "num_experts",
+            "has_expert_layers",
+            "moe_router_score_function",
+            "moe_router_pre_softmax",
+        ),
+        blames=("moe_router_topk", "num_experts"),
+        broken=lambda o: o.has_expert_layers and o.num_experts is not None and o.num_experts < o.moe_router_topk <= 2,
+        details=_one_choice,
         what="a token cannot go to {moe_router_topk} of {num_experts} experts",
-        fix="use --moe-router-topk 1 --moe-router-pre-softmax, or more experts",
+        fix="use {one}, or more experts",
+        fix_on_page="use --moe-router-topk 1, with a softmax --moe-router-pre-softmax as well, or more experts",
         for_training=True,
     ),
     Rule(
         code="not-available-flex-dispatcher",
-        fields=("moe_token_dispatcher_type", "num_experts"),
-        broken=lambda o: o.num_experts is not None and o.moe_token_dispatcher_type == "flex",
+        fields=("moe_token_dispatcher_type", "moe_flex_dispatcher_backend", "has_expert_layers"),
+        blames=("moe_token_dispatcher_type",),
+        broken=lambda o: o.has_expert_layers and o.moe_token_dispatcher_type == "flex",
+        details=_another_dispatcher,
         what="the flex dispatcher is not available yet in graphstep train",
-        fix="use --moe-token-dispatcher-type alltoall or allgather",
+        fix="{change}",
+        fix_on_page="use --moe-token-dispatcher-type alltoall or allgather",
         for_training=True,
     ),
     Rule(
         code="whole-layers-need-static-experts",
-        fields=(*_GRAPH, *EXPERT_SHAPES, "dynamic_experts", "hybrid_layer_pattern"),
+        fields=(*_GRAPH, *EXPERT_SHAPES, *_BESIDE),
         blames=("cuda_graph_impl", "num_experts", *STATIC_EXPERTS),
         broken=lambda o: _leaves_experts_out(o) and not _may_stay_eager(o),
         what="with --cuda-graph-impl {cuda_graph_impl} experts are inside of graphs, and cannot be: {dynamic_experts}",
-        details=_ways_out,
-        fix="{advice}; or {parts}",
-        fix_on_page=f"{STATIC_EXPERTS_ON_PAGE}; or {_PARTS_ON_PAGE}",
+        details=ways_out,
+        fix="{ways}",
+        fix_on_page=f"{STATIC_EXPERTS_ON_PAGE}; or {PARTS_ON_PAGE}",
         for_training=True,
     ),
     Rule(
         code="dynamic-experts-stay-eager",
-        fields=(*_GRAPH, *EXPERT_SHAPES, "dynamic_experts", "hybrid_layer_pattern"),
+        fields=(*_GRAPH, *EXPERT_SHAPES, *_BESIDE),
         blames=("cuda_graph_impl", "num_experts", *STATIC_EXPERTS),
-        broken=lambda o: _leaves_experts_out(o) and _may_stay_eager(o) and o.cuda_graph_policy != "off",
+        broken=lambda o: _leaves_experts_out(o) and _may_stay_eager(o),
         what="what has experts in it will run eagerly with --cuda-graph-impl {cuda_graph_impl}: {dynamic_experts}",
-        details=_ways_out,
-        fix="{advice}; or {parts}",
-        fix_on_page=f"{STATIC_EXPERTS_ON_PAGE}; or {_PARTS_ON_PAGE}",
+        details=ways_out,
+        fix="{ways}",
+        fix_on_page=f"{STATIC_EXPERTS_ON_PAGE}; or {PARTS_ON_PAGE}",
         is_notice=True,
         for_training=True,
     ),
     Rule(
         code="moe-grouped-gemm-bias",
-        fields=("num_experts", "moe_grouped_gemm", "add_bias_linear", *_PADDED),
+        fields=(*_GRAPH, "has_expert_layers", "moe_grouped_gemm", "add_bias_linear", *_PADDED),
         blames=("moe_grouped_gemm", "add_bias_linear"),
         broken=lambda o: _multiplies_in_groups(o) and o.add_bias_linear,
+        details=_without_biases,
         what="experts in one grouped matrix multiplication have no biases, and linear layers have them",
-        fix="add --disable-bias-linear, or leave --moe-grouped-gemm out",
+        fix="{change}",
+        fix_on_page="add --disable-bias-linear; or leave --moe-grouped-gemm out, where experts are not captured",
         for_training=True,
     ),
     Rule(
         code="moe-grouped-gemm-sizes",
         fields=(
-            "num_experts",
+            "has_expert_layers",
             "moe_grouped_gemm",
             "hidden_size",
             "ffn_hidden_size",
             "moe_ffn_hidden_size",
+            "bf16",
             "device",
             *_PADDED,
         ),
-        blames=("hidden_size", "moe_ffn_hidden_size"),
-        broken=lambda o: (
-            _multiplies_in_groups(o)
-            and o.device != "cpu"
-            and (o.hidden_size % 8 or (o.moe_ffn_hidden_size or o.ffn_hidden_size) % 8)
-        ),
-        what="the grouped matrix multiplication of a GPU needs widths that are multiples of 8, and the hidden size is "
-        "{hidden_size}, the width of an expert {moe_ffn_hidden_size} (None: {ffn_hidden_size})",
-        fix="round --hidden-size and --moe-ffn-hidden-size to multiples of 8, or use --device cpu",
+        blames=("hidden_size", "moe_ffn_hidden_size", "ffn_hidden_size"),
+        broken=lambda o: _multiplies_in_groups(o) and bool(o.hidden_size % _multiple(o) or _width(o) % _multiple(o)),
+        details=lambda o: {"multiple": str(_multiple(o)), "width": str(_width(o))},
+        what="the grouped matrix multiplication needs widths that are multiples of {multiple}, and the hidden size is "
+        "{hidden_size}, the width of an expert {width}",
+        fix="round --hidden-size, and --moe-ffn-hidden-size or --ffn-hidden-size, to multiples of {multiple}",
         for_training=True,
     ),
     *(_of_mamba_layers(rule) for rule in MAMBA_RULES if not rule.is_range),

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from graphstep.config.expert_advice import STATIC_EXPERTS_ON_PAGE, router_parts, ways_for_module
 from graphstep.config.rules.graphs import captures_whole_layers, has_experts, names_module
 from graphstep.config.rules.rule import Rule, at_least, idle, in_range, no_effect, optional, words_of
-from graphstep.config.static_experts import static_experts_advice
+from graphstep.config.static_experts import reads_counts_on_the_host
 
 _GRAPH = ("cuda_graph_impl", "cuda_graph_modules")
 _RANK = "moe_expert_rank_capacity_factor"
@@ -18,16 +19,13 @@ EXPERT_SHAPES = (
     "moe_grouped_gemm",
     "moe_token_dispatcher_type",
     "expert_model_parallel_size",
-    "add_bias_linear",
     "bf16",
     "device",
+    "add_bias_linear",
+    "moe_router_load_balancing_type",
+    "moe_router_padding_for_quantization",
 )
-"""What decides whether experts can be inside of a graph."""
-STATIC_EXPERTS_ON_PAGE = (
-    "add what is missing of --moe-grouped-gemm --disable-bias-linear --bf16 on one expert rank, or of "
-    "--moe-expert-capacity-factor 1.0 --moe-pad-expert-input-to-capacity, which drops tokens"
-)
-"""How they become static, as the page of rules says it."""
+"""What decides whether experts can be inside of a graph, and what to do about it."""
 STATIC_EXPERTS = ("moe_grouped_gemm", "moe_expert_capacity_factor", "moe_pad_expert_input_to_capacity")
 """What makes them static."""
 _EXPERT_PARTS = frozenset({"expert_fc1", "moe_act", "fused_group_mlp"})
@@ -67,12 +65,11 @@ def _has_groups(options: Any) -> bool:
     return options.moe_router_group_topk is not None and options.moe_router_num_groups is not None
 
 
-def _reads_counts_on_the_host(options: Any) -> bool:
-    return (
-        options.moe_token_dispatcher_type == "alltoall"
-        and not drops_and_pads(options)
-        and (options.moe_expert_capacity_factor is not None or options.moe_router_padding_for_quantization)
-    )
+def _without_preprocess(options: Any) -> dict[str, str]:
+    has_capacity = options.moe_expert_capacity_factor is not None
+    first = "add --moe-pad-expert-input-to-capacity" if has_capacity else "use --moe-token-dispatcher-type allgather"
+    modules = " ".join(filter(None, (options.parts_beside_experts, router_parts(options))))
+    return {"ways": f"{first}, or name no more than {modules}" if modules else first}
 
 
 def _is_freq(value: Any) -> bool:
@@ -115,7 +112,7 @@ MOE_RULES: tuple[Rule, ...] = (
         fields=("moe_router_topk", "num_experts"),
         broken=lambda o: o.num_experts is not None and o.moe_router_topk > max(o.num_experts, 2),
         what="a token cannot go to {moe_router_topk} of {num_experts} experts",
-        fix="lower --moe-router-topk",
+        fix="lower --moe-router-topk to {num_experts} or less",
     ),
     Rule(
         code="layer-freq-length",
@@ -203,7 +200,7 @@ MOE_RULES: tuple[Rule, ...] = (
         fields=("moe_pad_expert_input_to_capacity", "moe_expert_capacity_factor"),
         broken=lambda o: o.moe_pad_expert_input_to_capacity and o.moe_expert_capacity_factor is None,
         what="--moe-pad-expert-input-to-capacity needs a capacity to pad to",
-        fix="add --moe-expert-capacity-factor 1.0",
+        fix="add --moe-expert-capacity-factor 1.0, or leave --moe-pad-expert-input-to-capacity out",
     ),
     Rule(
         code="padding-dispatcher",
@@ -218,12 +215,12 @@ MOE_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         code="moe-needs-static-shapes",
-        fields=(*_GRAPH, *EXPERT_SHAPES, "dynamic_experts"),
+        fields=(*_GRAPH, "cuda_graph_policy", *EXPERT_SHAPES, "dynamic_experts"),
         blames=("cuda_graph_modules", "num_experts", *STATIC_EXPERTS),
         broken=lambda o: names_module(o, "moe") and has_experts(o) and bool(o.dynamic_experts),
-        details=lambda o: {"advice": static_experts_advice(o)},
+        details=ways_for_module,
         what="experts can be captured only with static shapes and without reads on the host: {dynamic_experts}",
-        fix="{advice}; or name moe_router, not moe",
+        fix="{ways}",
         fix_on_page=f"{STATIC_EXPERTS_ON_PAGE}; or name moe_router, not moe",
     ),
     Rule(
@@ -253,11 +250,14 @@ MOE_RULES: tuple[Rule, ...] = (
             "moe_expert_capacity_factor",
             "moe_pad_expert_input_to_capacity",
             "moe_router_padding_for_quantization",
+            "parts_beside_experts",
         ),
-        broken=lambda o: names_module(o, "moe_preprocess") and has_experts(o) and _reads_counts_on_the_host(o),
+        broken=lambda o: names_module(o, "moe_preprocess") and has_experts(o) and reads_counts_on_the_host(o),
+        details=_without_preprocess,
         what="the alltoall dispatcher reads token counts back to the host in moe_preprocess, which local captures "
         "together with moe_router, when experts have a capacity or padding of the router without being padded to it",
-        fix="add --moe-pad-expert-input-to-capacity, or leave moe_preprocess out (with local, moe_router as well)",
+        fix="{ways}",
+        fix_on_page="add --moe-pad-expert-input-to-capacity, or leave moe_preprocess out, with local moe_router too",
     ),
     Rule(
         code="shared-expert-overlap-dispatcher",
@@ -275,7 +275,7 @@ MOE_RULES: tuple[Rule, ...] = (
         fields=_DISPATCH,
         broken=lambda o: o.moe_flex_dispatcher_backend == "ncclep" and o.moe_token_dispatcher_type != "flex",
         what="ncclep is a backend of the flex dispatcher, and the dispatcher is {moe_token_dispatcher_type}",
-        fix="add --moe-token-dispatcher-type flex",
+        fix="add --moe-token-dispatcher-type flex, or leave --moe-flex-dispatcher-backend out",
     ),
     Rule(
         code="grouped-tensor-gemm",
@@ -303,7 +303,8 @@ MOE_RULES: tuple[Rule, ...] = (
             and o.moe_flex_dispatcher_backend not in ("hybridep", "ncclep")
         ),
         what="a static budget of an expert rank is known to hybridep and ncclep, not to {moe_flex_dispatcher_backend}",
-        fix="use --moe-token-dispatcher-type flex --moe-flex-dispatcher-backend hybridep",
+        fix="use --moe-token-dispatcher-type flex --moe-flex-dispatcher-backend hybridep, or leave "
+        "--moe-expert-rank-capacity-factor out",
     ),
     Rule(
         code="rank-capacity-fusion",
@@ -381,6 +382,29 @@ MOE_RULES: tuple[Rule, ...] = (
     ),
     *idle(
         _NEED_EXPERTS, ("num_experts",), lambda o: o.num_experts is None, "there are no experts", "add --num-experts"
+    ),
+    no_effect(
+        "flex-backend-without-flex",
+        ("given_moe_flex_dispatcher_backend", *_DISPATCH, "num_experts"),
+        lambda o: (
+            o.given_moe_flex_dispatcher_backend
+            and o.moe_token_dispatcher_type != "flex"
+            and o.moe_flex_dispatcher_backend != "ncclep"
+            and o.num_experts is not None
+        ),
+        "--moe-flex-dispatcher-backend has no effect: the dispatcher is {moe_token_dispatcher_type}",
+        "leave it out",
+    ),
+    no_effect(
+        "uneven-dispatch-without-flex",
+        ("moe_hybridep_pad_uneven_dispatch_inputs", "moe_token_dispatcher_type", "num_experts"),
+        lambda o: (
+            o.moe_hybridep_pad_uneven_dispatch_inputs
+            and o.moe_token_dispatcher_type != "flex"
+            and o.num_experts is not None
+        ),
+        "--moe-hybridep-pad-uneven-dispatch-inputs has no effect: the dispatcher is {moe_token_dispatcher_type}",
+        "leave it out",
     ),
     no_effect(
         "layer-freq-beside-pattern",

@@ -71,6 +71,8 @@ FACTS = frozenset(
     {
         "layer_modules",
         "dynamic_experts",
+        "has_expert_layers",
+        "parts_beside_experts",
         "unmatched_modules",
         "unknown_recompute_modules",
         "unknown_offload_modules",

@@ -22,7 +22,7 @@ from graphstep.models.mlp import swiglu, swiglu_backward, swiglu_forward
 
 _HOPPER, _BLACKWELL = (9, 0), (10, 0)
 _PADDING = "--moe-expert-capacity-factor 1.0 --moe-pad-expert-input-to-capacity"
-_EAGER = "--cuda-graph-modules attn moe_router moe_preprocess"
+_EAGER = "name moe_router and the other modules of the model in --cuda-graph-modules of local or transformer_engine"
 
 
 class Experts(nn.Module):
@@ -149,7 +149,7 @@ class SequentialExperts(Experts):
                 "experts that run one after another read on the host where the rows of each end",
                 where="SequentialExperts",
                 fix="multiply them together (--moe-grouped-gemm --disable-bias-linear --bf16); or pad them "
-                f"({_PADDING}); or leave them eager ({_EAGER})",
+                f"({_PADDING}); or leave them eager: {_EAGER}",
             )
         ends: list[int] = ends_E.tolist()
         starts = [0, *ends[:-1]]
@@ -230,7 +230,7 @@ def refuse_host_reads(x_NH: Tensor, up_EHF: Tensor, down_EFH: Tensor) -> None:
         f"the widths {', '.join(map(str, widths))}; it does so on the device in bfloat16, from Hopper on, with widths "
         "that are multiples of 8",
         where="GroupedExperts",
-        fix=f"train in bf16 (--bf16); or pad the experts ({_PADDING}); or leave them eager ({_EAGER})",
+        fix=f"train in bf16 (--bf16); or pad the experts ({_PADDING}); or leave them eager: {_EAGER}",
     )
 
 

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from graphstep.config.choices import BYTE_VOCABULARY
 from graphstep.errors import DataError, Problem
 
 IntArray = npt.NDArray[np.int64]
@@ -50,7 +51,7 @@ class Tokenizer(Protocol):
 class ByteTokenizer:
     """The 256 bytes of UTF-8 and one end-of-document token: any text, no file, 257 ids."""
 
-    vocab_size = 257
+    vocab_size = BYTE_VOCABULARY
     eod = 256
     identity = "bytes-1"
 
