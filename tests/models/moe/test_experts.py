@@ -148,6 +148,22 @@ def test_one_product_of_all_experts_has_no_biases() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("hidden", "inner", "dtype", "multiple"),
+    [(12, 16, torch.bfloat16, 8), (16, 12, torch.bfloat16, 8), (14, 16, torch.float32, 4), (16, 6, None, 4)],
+)
+def test_widths_that_a_grouped_product_cannot_have(
+    hidden: int, inner: int, dtype: torch.dtype | None, multiple: int
+) -> None:
+    """Refused where the experts are built, and not by a kernel in the first step; padded ones have no such limit."""
+    config = replace(MODEL, hidden_size=hidden, num_attention_heads=2, num_query_groups=2, kv_channels=4)
+    moe = replace(MOE, moe_ffn_hidden_size=inner)
+    with pytest.raises(ConfigError, match=f"multiples of {multiple}"):
+        build_experts(config, moe, 8, dtype=dtype)
+    padded = replace(moe, moe_expert_capacity_factor=1.0, moe_pad_expert_input_to_capacity=True)
+    assert build_experts(config, padded, 8, dtype=dtype).down.shape == (8, inner, hidden)
+
+
 def test_weights_follow_from_the_seed() -> None:
     experts = Experts(MODEL, 64, 64, bias=True)
     initialize_weights(experts, WeightInitializer(std=0.5, num_layers=8, generator=seeded()))

@@ -35,8 +35,8 @@ DATA_RULES: tuple[Rule, ...] = (
         fields=("vocab_size", "tokenizer_type", "make_vocab_size_divisible_by"),
         blames=("vocab_size",),
         broken=lambda o: o.tokenizer_type == "ByteTokenizer" and 0 < o.vocab_size < BYTE_VOCABULARY,
-        what=f"the tokenizer has {BYTE_VOCABULARY} tokens, and the model only {{vocab_size}}: --vocab-size rounded up to "
-        "a multiple of {make_vocab_size_divisible_by}",
+        what=f"the tokenizer has {BYTE_VOCABULARY} tokens, and the model only {{vocab_size}}: --vocab-size rounded up "
+        "to a multiple of {make_vocab_size_divisible_by}",
         fix="leave it out to take the vocabulary of the tokenizer",
         for_training=True,
     ),

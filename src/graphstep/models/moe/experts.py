@@ -20,6 +20,7 @@ from graphstep.errors import CaptureError, ConfigError, Problem
 from graphstep.models.initialization import WeightInitializer
 from graphstep.models.mlp import swiglu, swiglu_backward, swiglu_forward
 
+_ROW_BYTES = 16  # Where rows of the matrices of a grouped product may begin.
 _HOPPER, _BLACKWELL = (9, 0), (10, 0)
 _PADDING = "--moe-expert-capacity-factor 1.0 --moe-pad-expert-input-to-capacity"
 _EAGER = "name moe_router and the other modules of the model in --cuda-graph-modules of local or transformer_engine"
@@ -196,12 +197,23 @@ def build_experts(
         dtype: of the weights.
 
     Raises:
-        ConfigError: a grouped product was asked for, and biases.
+        ConfigError: a grouped product was asked for, and biases, or widths that it cannot have.
     """
     kind: type[Experts] = GroupedExperts if moe.moe_grouped_gemm else SequentialExperts
     if moe.pads_experts:
         kind = PaddedExperts
     inner = moe.moe_ffn_hidden_size or config.ffn_hidden_size
+    multiple = _ROW_BYTES // (dtype or torch.get_default_dtype()).itemsize
+    if kind is GroupedExperts and (config.hidden_size % multiple or inner % multiple):
+        raise ConfigError(
+            Problem(
+                code="moe-grouped-gemm-sizes",
+                what=f"the grouped matrix multiplication needs widths that are multiples of {multiple}, and the hidden "
+                f"size is {config.hidden_size}, the width of an expert {inner}",
+                where="hidden_size, moe_ffn_hidden_size",
+                fix=f"round them to multiples of {multiple}",
+            )
+        )
     bias = config.add_bias_linear
     return kind(config, num_experts, inner, bias=bias, rank=rank, num_ranks=num_ranks, device=device, dtype=dtype)
 
