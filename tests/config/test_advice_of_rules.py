@@ -155,6 +155,13 @@ LEFT_OUT = "leave --cuda-graph-modules out"
             "preprocess-reads-counts",
             "add --moe-pad-expert-input-to-capacity, or name no more than attn",
         ),
+        # Widths that the product of all experts cannot have.
+        (
+            f"{EXPERTS} --hidden-size 20 --num-attention-heads 2 --cuda-graph-impl local --cuda-graph-modules moe",
+            STATIC,
+            f"add {GROUPED} with multiples of 8 for --hidden-size and --moe-ffn-hidden-size, or {PADDED}; or name "
+            "moe_router, not moe",
+        ),
         # What adds gradients itself has no graphs of its own.
         (
             f"{EXPERTS} {FULL} --gradient-accumulation-fusion",

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from graphstep.config.static_experts import reads_counts_on_the_host
+from graphstep.config.static_experts import reads_counts_on_the_host, width_multiple
 
 MODULE_ORDER = ("attn", "mlp", "moe", "moe_router", "moe_preprocess", "mamba")
 """The modules of ``--cuda-graph-modules`` as messages list them."""
@@ -34,6 +34,9 @@ def static_experts(options: Any) -> str:
         ("--moe-pad-expert-input-to-capacity", not options.moe_pad_expert_input_to_capacity),
     )
     without_drops, with_drops = (" ".join(word for word, is_missing in way if is_missing) for way in (grouped, padded))
+    multiple = 8 if options.device != "cpu" else width_multiple(options)
+    if options.hidden_size % multiple or (options.moe_ffn_hidden_size or options.ffn_hidden_size) % multiple:
+        without_drops += f" with multiples of {multiple} for --hidden-size and --moe-ffn-hidden-size"
     if options.moe_router_load_balancing_type == "sinkhorn":  # It knows no capacity.
         return f"add {without_drops}"
     drops = ", which drops tokens" if options.moe_expert_capacity_factor is None else ""

@@ -52,6 +52,17 @@ def reads_counts_on_the_host(options: Any) -> bool:
     )
 
 
+def width_multiple(options: Any) -> int:
+    """Return what the widths of a grouped product must be a multiple of.
+
+    Rows of its matrices begin at multiples of 16 bytes; on a GPU it is one of bf16.
+
+    Args:
+        options: all values, as attributes.
+    """
+    return 8 if options.bf16 or options.device != "cpu" else 4
+
+
 def needs_half_precision(options: Mapping[str, Any]) -> bool:
     """Would the experts be static on a GPU if the parameters were bf16, and are they not?"""
     return not drops_and_pads(options) and bool(options["moe_grouped_gemm"]) and not options["bf16"]

@@ -16,6 +16,7 @@ from graphstep.config.rules.graphs import (
 from graphstep.config.rules.mamba import MAMBA_RULES, has_letter
 from graphstep.config.rules.moe import EXPERT_SHAPES, STATIC_EXPERTS, drops_and_pads
 from graphstep.config.rules.rule import Rule
+from graphstep.config.static_experts import width_multiple
 
 _UNKNOWN_LETTERS = "GD|/"  # Layers and separators of Megatron-LM's patterns.
 _PADDED = ("moe_expert_capacity_factor", "moe_pad_expert_input_to_capacity")
@@ -35,11 +36,6 @@ def _of_mamba_layers(rule: Rule) -> Rule:
 
 def _multiplies_in_groups(options: Any) -> bool:
     return bool(options.has_expert_layers and options.moe_grouped_gemm and not drops_and_pads(options))
-
-
-def _multiple(options: Any) -> int:
-    """Return what widths must be a multiple of: rows of matrices begin at multiples of 16 bytes; GPUs want 8 values."""
-    return 8 if options.bf16 or options.device != "cpu" else 4
 
 
 def _width(options: Any) -> int:
@@ -184,8 +180,10 @@ LAYER_TRAINING_RULES: tuple[Rule, ...] = (
             *_PADDED,
         ),
         blames=("hidden_size", "moe_ffn_hidden_size", "ffn_hidden_size"),
-        broken=lambda o: _multiplies_in_groups(o) and bool(o.hidden_size % _multiple(o) or _width(o) % _multiple(o)),
-        details=lambda o: {"multiple": str(_multiple(o)), "width": str(_width(o))},
+        broken=lambda o: (
+            _multiplies_in_groups(o) and bool(o.hidden_size % width_multiple(o) or _width(o) % width_multiple(o))
+        ),
+        details=lambda o: {"multiple": str(width_multiple(o)), "width": str(_width(o))},
         what="the grouped matrix multiplication needs widths that are multiples of {multiple}, and the hidden size is "
         "{hidden_size}, the width of an expert {width}",
         fix="round --hidden-size, and --moe-ffn-hidden-size or --ffn-hidden-size, to multiples of {multiple}",

@@ -24,6 +24,9 @@ EXPERT_SHAPES = (
     "add_bias_linear",
     "moe_router_load_balancing_type",
     "moe_router_padding_for_quantization",
+    "hidden_size",
+    "ffn_hidden_size",
+    "moe_ffn_hidden_size",
 )
 """What decides whether experts can be inside of a graph, and what to do about it."""
 STATIC_EXPERTS = ("moe_grouped_gemm", "moe_expert_capacity_factor", "moe_pad_expert_input_to_capacity")
