@@ -151,6 +151,12 @@ class CudaGraphConfig:
         object.__setattr__(self, "inference_scope", default_inference_scope(impl) if scope is None else scope)
         settle(self, GRAPH_OPTION_NAMES)
 
+    @property
+    def captures_training(self) -> bool:
+        """Is anything of training to be captured: layers, steps or the optimizer?"""
+        is_asked = self.impl is not CudaGraphImpl.none or self.optimizer
+        return is_asked and self.policy is not CapturePolicy.off
+
     def options(self) -> Mapping[str, Any]:
         """Return the values under the names of their options, as the rules know them."""
         return {option: getattr(self, name) for name, option in GRAPH_OPTION_NAMES.items()}
