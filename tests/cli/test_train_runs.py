@@ -144,6 +144,19 @@ def test_an_optimizer_in_a_graph_is_in_summary_and_result(words: tuple[str, ...]
     assert row(output, "step time, graphed").split()[1] == "ms"
 
 
+@pytest.mark.parametrize("impl", [LOCAL, TE], ids=["local", "transformer_engine"])
+def test_merged_layers_and_debug_are_for_both_kinds_of_layers_graphs(impl: tuple[str, ...]) -> None:
+    words = (*impl, "--num-layers", "2", "--attention-dropout", "0", "--hidden-dropout", "0", "--eval-iters", "0")
+    assert row(output_of(*words), "captured").startswith("4 recordings")
+    assert row(output_of(*words, "--cuda-graph-merge-layers", "0"), "captured").startswith("2 recordings")
+
+    def num_operations(output: str) -> int:
+        line = next(line for line in output.splitlines() if line.startswith("layers.0"))
+        return int(line.split()[line.split().index("yes") + 4])
+
+    assert num_operations(output_of(*words, "--cuda-graph-debug")) > num_operations(output_of(*words))
+
+
 @pytest.mark.parametrize("impl", [FULL, LOCAL, TE, ("--optimizer-cuda-graph",)], ids=["full", "local", "te", "none"])
 def test_a_run_that_is_switched_off_says_so(impl: tuple[str, ...]) -> None:
     output = output_of(*impl, "--cuda-graph-policy", "off")
