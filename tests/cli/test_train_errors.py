@@ -67,7 +67,7 @@ def test_a_refusal_says_how_old_options_were_read(in_file: bool, capsys: pytest.
         words = ("--config", "run.toml", *words[2:])
     lines = refused((*MOCK, *LOCAL, *words), capsys).splitlines()
     assert lines[:3] == [
-        "note: --cuda-graph-scope is the old name of --cuda-graph-modules (write --cuda-graph-modules)",
+        "note: --cuda-graph-scope is the old name of --cuda-graph-modules (leave it out)",
         "note: module full_iteration is the old form of --cuda-graph-impl full_iteration "
         "(write --cuda-graph-impl full_iteration)",
         "graphstep: 1 problem",

@@ -42,8 +42,8 @@ MOE_OPTIONS: tuple[Option, ...] = (
     _moe.word("--moe-flex-dispatcher-backend", "what the flex dispatcher runs on"),
     _moe.switch(
         "--moe-grouped-gemm",
-        "all experts in one matrix multiplication; linear layers must have no biases (--disable-bias-linear), and a GPU "
-        "needs --bf16 to have it in a graph",
+        "all experts in one matrix multiplication; linear layers must have no biases (--disable-bias-linear), and a "
+        "GPU needs --bf16 to have it in a graph",
     ),
     _moe.switch("--moe-use-grouped-tensor", "weights of all experts in one tensor"),
     _moe.switch("--use-transformer-engine-op-fuser", "fuse the operations of an MLP"),
