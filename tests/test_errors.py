@@ -7,7 +7,7 @@ import pickle
 import pytest
 
 from graphstep import errors
-from graphstep.errors import GraphstepError, Problem, UserInputError
+from graphstep.errors import ConfigError, GraphstepError, Problem, UserInputError
 
 PROBLEMS = (Problem("first", "a is 1", "--a", "use 2"), Problem("second", "b is missing"))
 KINDS = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, GraphstepError)]
@@ -38,3 +38,12 @@ def test_what_where_and_fix_are_said() -> None:
     assert str(GraphstepError("a is 1")) == "a is 1"
     assert str(UserInputError(PROBLEMS)) == "a is 1\n  where: --a\n  fix:   use 2\nb is missing"
     assert UserInputError(PROBLEMS[0]).problems == PROBLEMS[:1]
+
+
+def test_how_old_options_were_read_comes_before_the_problems_and_through_pickle() -> None:
+    error = ConfigError(PROBLEMS, notices=["--b is the old name of --a"])
+    assert str(error) == f"note: --b is the old name of --a\n{UserInputError(PROBLEMS)}"
+    copy = pickle.loads(pickle.dumps(error))
+    assert vars(copy) == vars(error)
+    assert str(copy) == str(error)
+    assert ConfigError(PROBLEMS).notices == ()

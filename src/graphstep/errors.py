@@ -73,7 +73,22 @@ class UserInputError(GraphstepError, ValueError):
 
 
 class ConfigError(UserInputError):
-    """Options that are unknown, malformed or contradict each other."""
+    """Options that are unknown, malformed or contradict each other.
+
+    Args:
+        problems: at least one problem.
+        notices: how old options were read, a line each: problems may name options that nobody typed.
+    """
+
+    def __init__(self, problems: Sequence[Problem] | Problem, *, notices: Sequence[str] = ()) -> None:
+        super().__init__(problems)
+        self.notices = tuple(notices)
+
+    def __str__(self) -> str:
+        return "\n".join([*(f"note: {notice}" for notice in self.notices), self.what])
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (_rebuild_config, (type(self), self.problems, self.notices))
 
 
 class DataError(UserInputError):
@@ -118,3 +133,7 @@ class VerificationError(GraphstepError, ArithmeticError):
 
 def _rebuild(kind: type[GraphstepError], what: str, where: str, fix: str) -> GraphstepError:
     return kind(what, where=where, fix=fix)
+
+
+def _rebuild_config(kind: type[ConfigError], problems: tuple[Problem, ...], notices: tuple[str, ...]) -> ConfigError:
+    return kind(problems, notices=notices)

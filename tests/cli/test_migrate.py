@@ -128,6 +128,45 @@ def test_a_command_line(dashes: list[str], capsys: pytest.CaptureFixture[str]) -
     assert captured.err.count("note: ") == 2
 
 
+@pytest.mark.parametrize(
+    ("words", "notes"),
+    [
+        (
+            ["--enable-cuda-graph", "--cuda-graph-scope", "full_iteration"],
+            [
+                "--enable-cuda-graph is the old form of --cuda-graph-impl local (leave it out)",
+                "--cuda-graph-scope is the old name of --cuda-graph-modules (leave it out)",
+                "--cuda-graph-scope: module full_iteration is the old form of --cuda-graph-impl full_iteration "
+                "(write --cuda-graph-impl full_iteration)",
+            ],
+        ),
+        (
+            ["--external-cuda-graph", "--cuda-graph-scope=attn"],
+            [
+                "--external-cuda-graph is the old form of --cuda-graph-impl transformer_engine "
+                "(write --cuda-graph-impl transformer_engine)",
+                "--cuda-graph-scope is the old name of --cuda-graph-modules (write --cuda-graph-modules)",
+            ],
+        ),
+        (
+            ["--enable-cuda-graph", "--cuda-graph-scope", "attn,full_iteration_inference"],
+            [
+                "--enable-cuda-graph is the old form of --cuda-graph-impl local (write --cuda-graph-impl local)",
+                "--cuda-graph-scope is the old name of --cuda-graph-modules (write --cuda-graph-modules)",
+                "--cuda-graph-scope: module full_iteration_inference is the old form of "
+                "--inference-cuda-graph-scope block (write --inference-cuda-graph-scope block)",
+            ],
+        ),
+    ],
+)
+def test_notes_of_a_command_line_name_an_option_once_and_agree(
+    words: list[str], notes: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["migrate", "--", *words]) == 0
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.removeprefix("note: ") for line in lines if line.startswith("note: ")] == notes
+
+
 def test_options_without_a_program_are_a_command_line_too(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["migrate", "--external-cuda-graph", "--check"]) == 0
     assert capsys.readouterr().out == "--cuda-graph-impl transformer_engine --check\n"

@@ -59,6 +59,27 @@ def test_unknown_options_and_contradictions_come_together(capsys: pytest.Capture
 LOCAL = ("--cuda-graph-impl", "local")
 
 
+@pytest.mark.parametrize("in_file", [False, True])
+def test_a_refusal_says_how_old_options_were_read(in_file: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("--cuda-graph-scope", "full_iteration", "--cuda-graph-on-mismatch", "eager", "--num-layers", "1")
+    if in_file:
+        Path("run.toml").write_text('cuda_graph_scope = ["full_iteration"]\n')
+        words = ("--config", "run.toml", *words[2:])
+    lines = refused((*MOCK, *LOCAL, *words), capsys).splitlines()
+    assert lines[:3] == [
+        "note: --cuda-graph-scope is the old name of --cuda-graph-modules (leave it out)",
+        "note: module full_iteration is the old form of --cuda-graph-impl full_iteration "
+        "(write --cuda-graph-impl full_iteration)",
+        "graphstep: 1 problem",
+    ]
+    assert "[full-iteration-nan-check]" in lines[3]
+
+
+def test_a_refusal_keeps_other_notices_to_itself(capsys: pytest.CaptureFixture[str]) -> None:
+    text = refused((*MOCK, "--cuda-graph-modules", "attn", "--lr", "1e-4", "--lr", "-1"), capsys)
+    assert text.startswith("graphstep: 1 problem\n")
+
+
 @pytest.mark.parametrize(
     ("words", "code"),
     [

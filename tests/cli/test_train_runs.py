@@ -117,6 +117,65 @@ def test_the_summary_shows_what_counts() -> None:
     assert "mock data" in output
 
 
+@pytest.mark.parametrize(
+    ("words", "graphs"),
+    [
+        ((*FULL, "--optimizer-cuda-graph"), "full_iteration with clipping and optimizer, after 1 warmup step"),
+        (
+            (*LOCAL, "--cuda-graph-modules", "attn", "--optimizer-cuda-graph"),
+            "local of attn, after the first step; clipping and optimizer as a graph of their own, after 1 warmup step",
+        ),
+        (
+            (*TE, "--optimizer-cuda-graph", "--clip-grad", "0"),
+            "transformer_engine, after 1 warmup step; optimizer as a graph of its own, after 1 warmup step",
+        ),
+        (
+            ("--optimizer-cuda-graph",),
+            "none: forward and backward are eager; clipping and optimizer as a graph of their own, "
+            "after 3 warmup steps",
+        ),
+    ],
+)
+def test_an_optimizer_in_a_graph_is_in_summary_and_result(words: tuple[str, ...], graphs: str) -> None:
+    output = output_of(*words)
+    assert row(output.partition("result")[0], "graphs") == graphs
+    assert "captured: " in output
+    assert int(row(output, "captured").split()[0]) > 0
+    assert row(output, "step time, graphed").split()[1] == "ms"
+
+
+@pytest.mark.parametrize("impl", [LOCAL, TE], ids=["local", "transformer_engine"])
+def test_merged_layers_and_debug_are_for_both_kinds_of_layers_graphs(impl: tuple[str, ...]) -> None:
+    words = (*impl, "--num-layers", "2", "--attention-dropout", "0", "--hidden-dropout", "0", "--eval-iters", "0")
+    assert row(output_of(*words), "captured").startswith("4 recordings")
+    assert row(output_of(*words, "--cuda-graph-merge-layers", "0"), "captured").startswith("2 recordings")
+
+    def num_operations(output: str) -> int:
+        line = next(line for line in output.splitlines() if line.startswith("layers.0"))
+        return int(line.split()[line.split().index("yes") + 4])
+
+    assert num_operations(output_of(*words, "--cuda-graph-debug")) > num_operations(output_of(*words))
+
+
+@pytest.mark.parametrize("impl", [FULL, LOCAL, TE, ("--optimizer-cuda-graph",)], ids=["full", "local", "te", "none"])
+def test_a_run_that_is_switched_off_says_so(impl: tuple[str, ...]) -> None:
+    output = output_of(*impl, "--cuda-graph-policy", "off")
+    name = impl[1] if len(impl) > 1 else "none"
+    assert row(output.partition("result")[0], "graphs") == f"{name}, switched off: eager"
+    assert row(output, "captured") == "nothing: all of it ran eagerly"
+    assert row(output, "step time").endswith(" ms")
+    assert "graphed" not in output
+    assert "graph pool" not in row(output, "peak memory")
+
+
+def test_a_run_that_ends_before_its_capture_has_captured_nothing() -> None:
+    output = output_of(*FULL, "--cuda-graph-warmup-steps", "6", "--eval-iters", "0")
+    assert row(output, "captured") == "nothing: all of it ran eagerly"
+    assert "step time" not in output
+    compared = output_of(*FULL, "--cuda-graph-warmup-steps", "6", "--eval-iters", "0", "--compare-with-eager", "5")
+    assert row(compared, "step time").endswith(" ms")
+
+
 def test_a_difference_is_exit_code_3(monkeypatch: pytest.MonkeyPatch) -> None:
     difference = Difference(step=2, loss_error=0.5, tensor="head.norm.weight", weight_error=0.25, num_tensors=3)
     monkeypatch.setattr(compare, "first_difference", lambda *_: difference)

@@ -174,6 +174,38 @@ def test_the_form_of_an_option_is_said_for_numbers_with_an_example(argv: list[st
     assert problem.fix == fix
 
 
+@pytest.mark.parametrize(
+    ("argv", "fix"),
+    [
+        (["--hybrid-layer-pattern", "-M"], "write --hybrid-layer-pattern=-M if that is the value"),
+        (["--hybrid-layer-pattern", "-M*", "--bf16"], "write --hybrid-layer-pattern='-M*' if that is the value"),
+        (["--save", "-run=1"], "write --save=-run=1 if that is the value"),
+        (["--data-path", "-text.txt"], "write --data-path=-text.txt if that is the value"),
+    ],
+)
+def test_a_text_that_begins_with_a_dash_is_one_problem(argv: list[str], fix: str) -> None:
+    (problem,) = problems(*argv)
+    assert (problem.code, problem.where, problem.fix) == ("missing-value", argv[0], fix)
+    assert f"{argv[1]} is read as an option" in problem.what
+
+
+def test_an_option_with_a_typing_error_is_said_behind_one_without_its_value() -> None:
+    found = problems("--save", "--swigluu", "--lr", "-x", "--num-layers", "-y")
+    assert [(problem.where, problem.fix.partition(",")[0]) for problem in found] == [
+        ("--save", "write --save=--swigluu if that is the value"),
+        ("--swigluu", "did you mean --swiglu?"),
+        ("--lr", "write --lr X"),
+        ("-x", "graphstep train --help lists the options"),
+        ("--num-layers", "write --num-layers N"),
+        ("-y", "graphstep train --help lists the options"),
+    ]
+    assert [problem.where for problem in problems("--save", "-a", "-b")] == ["--save", "-b"]
+
+
+def test_a_text_that_begins_with_a_dash_may_be_attached() -> None:
+    assert parse("--save=-run").training.save == "-run"
+
+
 def test_choices_get_a_suggestion() -> None:
     (problem,) = problems("--cuda-graph-impl", "full-iteration")
     assert problem.fix == "did you mean full_iteration?"

@@ -120,6 +120,11 @@ def test_help_shows_every_option_and_its_default(monkeypatch: pytest.MonkeyPatch
     assert "(default: on)" in lines["--append-eod"]
     assert "moe_preprocess" in lines["--cuda-graph-modules"]
     assert "fp32 main weights" in lines["--bf16"]
+    assert "--disable-bias-linear" in lines["--moe-grouped-gemm"]
+    assert "a GPU needs --bf16" in lines["--moe-grouped-gemm"]
+    assert "must divide the heads of a layer: 2 x hidden size / channels" in lines["--mamba-num-groups"]
+    for name in ("policy", "on-mismatch", "max-signatures", "merge-layers", "debug"):
+        assert "transformer_engine" in lines[f"--cuda-graph-{name}"]
 
 
 def test_help_of_another_table() -> None:

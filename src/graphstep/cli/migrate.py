@@ -77,8 +77,14 @@ def run(argv: Sequence[str]) -> int:
     if sys.stdout is not None:  # None: the shell closed it
         sys.stdout.flush()
     for rewrite in rewrites:
-        print_notices([replace(n, what=f"{n.where}: {n.what}") for n in (*rewrite.changes, *rewrite.left)])
+        print_notices([_with_place(notice) for notice in (*rewrite.changes, *rewrite.left)])
     return _check(rewrites) if request.is_check else _EXIT_OK
+
+
+def _with_place(notice: Notice) -> Notice:
+    """Return a notice that begins with its place: in a command line an option, which it may begin with anyway."""
+    option = notice.where.partition("=")[0]
+    return notice if notice.what.startswith(f"{option} ") else replace(notice, what=f"{notice.where}: {notice.what}")
 
 
 def _check(rewrites: Sequence[Rewrite]) -> int:

@@ -10,7 +10,7 @@ from typing import TextIO
 
 from graphstep.config import Notice
 from graphstep.config.rules import RULES
-from graphstep.errors import GraphstepError, Problem, UserInputError
+from graphstep.errors import ConfigError, GraphstepError, Problem, UserInputError
 
 
 def print_problems(problems: Sequence[Problem], stream: TextIO | None = None) -> None:
@@ -31,10 +31,12 @@ def print_error(error: GraphstepError, stream: TextIO | None = None) -> None:
     """Print an error of this package.
 
     Args:
-        error: one with problems is shown as :func:`print_problems` does.
+        error: one with problems is shown as :func:`print_problems` does, after how old options were read.
         stream: standard error if None.
     """
     if isinstance(error, UserInputError):
+        if isinstance(error, ConfigError):
+            print_notices(error.notices, stream)
         print_problems(error.problems, stream)
         if {problem.code for problem in error.problems} & {rule.code for rule in RULES}:
             say("graphstep config --rules explains the rules", stream)
@@ -60,7 +62,7 @@ def print_os_error(error: OSError, stream: TextIO | None = None) -> None:
     say("\n".join(["graphstep: failed", *problem_lines(problem)]), stream)
 
 
-def print_notices(notices: Sequence[Notice], stream: TextIO | None = None) -> None:
+def print_notices(notices: Sequence[Notice | str], stream: TextIO | None = None) -> None:
     """Print what a user should know and that is no error, one line each; of several ranks only the first one does.
 
     Args:

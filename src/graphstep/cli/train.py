@@ -89,7 +89,7 @@ def _train(config: RunConfig, console: Console) -> int:
         finished = finished_notice(config.training, trainer.iteration)
         print_notices([finished] if finished is not None else [])
         result = trainer.train()
-        if config.graphs.impl is not CudaGraphImpl.none:
+        if result.report.rows or result.report.eager_parts:
             console.print(result.report.render())
         files.finish(trainer, result)
         if is_compared:
@@ -155,28 +155,35 @@ def _expert_rows(config: RunConfig) -> list[tuple[str, str]]:
 
 def _describe_graphs(config: RunConfig) -> str:
     graphs = config.graphs
-    if graphs.impl is CudaGraphImpl.none:
+    is_none = graphs.impl is CudaGraphImpl.none
+    if is_none and not graphs.optimizer:
         return "none: eager"
-    modules = f" of {', '.join(graphs.modules)}" if graphs.modules else ""
-    if graphs.impl is CudaGraphImpl.local and graphs.policy is CapturePolicy.off:
+    if graphs.policy is CapturePolicy.off:
         return f"{graphs.impl}, switched off: eager"
-    if graphs.impl is CudaGraphImpl.local:
-        return f"{graphs.impl}{modules}, after the first step"
-    return f"{graphs.impl}{modules}, after {_count(graphs.warmup_steps, 'warmup step')}"
+    update = ("clipping and " if config.training.clip_grad > 0 else "") + "optimizer"
+    modules = f" of {', '.join(graphs.modules)}" if graphs.modules else ""
+    after = f", after {_count(graphs.warmup_steps, 'warmup step')}"
+    if graphs.impl is CudaGraphImpl.full_iteration:
+        return f"{graphs.impl}{f' with {update}' if graphs.optimizer else ''}{after}"
+    layers = f"{graphs.impl}{modules}" + (", after the first step" if graphs.impl is CudaGraphImpl.local else after)
+    own = f"; {update} as a graph of {'their' if ' and ' in update else 'its'} own{after}" if graphs.optimizer else ""
+    return ("none: forward and backward are eager" if is_none else layers) + own
 
 
 def _result_table(config: RunConfig, result: TrainResult, comparison: Comparison | None) -> Table:
-    is_eager = config.graphs.impl is CudaGraphImpl.none
-    report = result.report
+    graphs, report = config.graphs, result.report
+    is_eager = graphs.impl is CudaGraphImpl.none and not graphs.optimizer
     rows = [
         ("steps", f"{result.iteration - result.first_iteration}" + (", interrupted" if result.is_interrupted else "")),
         ("loss", _before_after(result.first_loss, result.last_loss)),
         ("validation loss", _before_after(result.first_validation_loss, result.last_validation_loss)),
-        *_time_rows(is_eager, result, comparison),
+        *(_time_rows(result, comparison) if report.num_recordings else _eager_time_rows(is_eager, result, comparison)),
     ]
     memory = _mib(result.peak_bytes) + (" resident" if result.device.type == "cpu" else " allocated")
     if is_eager:
         rows.append(("peak memory", memory))
+    elif not report.num_recordings:
+        rows += [("captured", "nothing: all of it ran eagerly"), ("peak memory", memory)]
     else:
         rows += [
             ("captured", f"{_count(report.num_recordings, 'recording')} in {report.capture_seconds:.2f} s"),
@@ -187,13 +194,19 @@ def _result_table(config: RunConfig, result: TrainResult, comparison: Comparison
     return _table("result", rows)
 
 
-def _time_rows(is_eager: bool, result: TrainResult, comparison: Comparison | None) -> list[tuple[str, str]]:
-    if is_eager:
-        return [("step time", _ms(result.step_ms))]
+def _eager_time_rows(is_eager: bool, result: TrainResult, comparison: Comparison | None) -> list[tuple[str, str]]:
+    """Of a run without graphs. One that waited for graphs to the end has measured nothing itself."""
+    eager_ms = result.step_ms
+    if eager_ms is None and comparison is not None:
+        eager_ms = comparison.eager_step_ms
+    return [("step time", _ms(eager_ms))] if is_eager or eager_ms is not None else []
+
+
+def _time_rows(result: TrainResult, comparison: Comparison | None) -> list[tuple[str, str]]:
     eager_ms = None if comparison is None else comparison.eager_step_ms
     eager = "not measured: use --compare-with-eager" if comparison is None else _ms(eager_ms)
     graphed = _ms(result.step_ms)
-    if result.device.type == "cpu":
+    if result.device.type == "cpu" and result.step_ms is not None:
         graphed += " (the tape of the CPU engine checks captures, it does not speed steps up)"
     elif eager_ms is not None and result.step_ms:
         graphed += f" ({eager_ms / result.step_ms:.2f}x as fast)"

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from graphstep.config import CudaGraphImpl, RunConfig
+from graphstep.config import RunConfig
 from graphstep.coverage import (
     Fact,
     StepMeasurement,
@@ -79,7 +79,7 @@ class RunFiles:
         if not self._document or self._measured is None:
             return []
         training = self._config.training
-        is_eager = self._config.graphs.impl is CudaGraphImpl.none
+        is_eager = not self._config.graphs.captures_training
         before = self._measured if is_eager else None
         if before is None and not self._is_interrupted:
             before = measure_eager_steps(self._config)

@@ -110,7 +110,7 @@ def configure(
         for_training: refuse what ``graphstep train`` cannot do yet.
 
     Raises:
-        ConfigError: everything that is wrong, at once.
+        ConfigError: everything that is wrong, at once; with how old options were read.
     """
     draft = _Draft(reading=reading, origins=dict.fromkeys(reading.values, "option") | dict(origins or {}))
     environment = _look_around(draft, env)
@@ -121,14 +121,14 @@ def configure(
         draft.values | facts, skip=draft.wrong, derived=derived, for_training=for_training
     )
     if reading.problems or problems:
-        raise ConfigError((*reading.problems, *problems))
+        raise ConfigError((*reading.problems, *problems), notices=[str(notice) for notice in draft.migrations])
     return RunConfig(
         **{
             name: section(**{o.target: draft.values[o.dest] for o in OPTIONS if o.section == name})
             for name, section in SECTIONS.items()
         },
         environment=environment,
-        notices=(*reading.notices, *notices),
+        notices=(*reading.notices, *draft.migrations, *notices),
         origins={name: origin for name, origin in draft.origins.items() if name in draft.values},
     )
 
@@ -141,6 +141,8 @@ class _Draft:
     origins: dict[str, str]
     given: Mapping[str, Any] = field(default_factory=dict)
     """What was given, migrated."""
+    migrations: list[Notice] = field(default_factory=list)
+    """How old options were read."""
     values: dict[str, Any] = field(default_factory=dict)
     """All values by name."""
     wrong: set[str] = field(default_factory=set)
@@ -160,7 +162,7 @@ def _migrate(draft: _Draft) -> None:
     reading = draft.reading
     migrated = migrate(reading.values)
     reading.problems += migrated.problems
-    reading.notices += [Notice(row.code, row.notice, row.old.split()[0], row.fix) for row in migrated.applied]
+    draft.migrations = [Notice(row.code, row.notice, row.old.split()[0], row.fix) for row in migrated.applied]
     draft.wrong = set(reading.wrong)
     if migrated.problems:
         draft.wrong.update(_SWITCHES)

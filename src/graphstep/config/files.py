@@ -177,7 +177,8 @@ def configure_with_file(
     try:
         return configure(given, env=env, origins=origins, machine=machine, for_training=for_training)
     except ConfigError as error:
-        raise ConfigError([file.located(problem) for problem in error.problems]) from error
+        located = [file.located(problem) for problem in error.problems]
+        raise ConfigError(located, notices=error.notices) from error
 
 
 def merge(file: FileReading, given: Reading) -> dict[str, str]:

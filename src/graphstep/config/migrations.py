@@ -20,7 +20,7 @@ the deprecated values of ``--cuda-graph-modules``.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from graphstep.errors import Problem
@@ -83,7 +83,9 @@ class Migrated:
     values: Mapping[str, Any]
     """What was given, in the new form; as it was where there are problems."""
     applied: tuple[Migration, ...]
-    """The rows that applied, in order; none where there are problems."""
+    """The rows that applied, in order; none where there are problems. A row has no new form if it wrote nothing, as for
+    a switch that is off, or if a later row replaced it: module full_iteration, the implementation of
+    ``--enable-cuda-graph``."""
     problems: tuple[Problem, ...]
     """Mixes that can mean two things."""
 
@@ -101,12 +103,20 @@ def migrate(given: Given) -> Migrated:
     )
     if problems:
         return Migrated(values=dict(given), applied=(), problems=problems)
-    values, applied = dict(given), []
+    values, applied = dict(given), list[tuple[Migration, dict[str, Any]]]()
     for row in MIGRATIONS:
         if row.applies(values):
-            values = row.rewrite(values)
-            applied.append(row)
-    return Migrated(values=values, applied=tuple(applied), problems=())
+            before, values = values, row.rewrite(values)
+            applied.append((row, {name: value for name, value in values.items() if before.get(name) != value}))
+    rows = tuple(row if _lasts(written, values) else replace(row, new="") for row, written in applied)
+    return Migrated(values=values, applied=rows, problems=())
+
+
+def _lasts(written: Given, final: Given) -> bool:
+    """Has a row written something that is still there in the end? Of a list, some of it."""
+    return bool(written) and all(
+        name in final and (final[name] == v or isinstance(v, tuple)) for name, v in written.items()
+    )
 
 
 def old_impl(given: Given) -> str:

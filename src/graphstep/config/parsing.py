@@ -7,12 +7,15 @@ conventions: ``--option value`` or ``--option=value``, no abbreviations, the las
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Any
 
 from graphstep.config.migrations import OLD_MODULES, REMOVED
 from graphstep.config.options import OPTIONS, Option
+from graphstep.config.options.option import text
 from graphstep.config.suggest import suggestion
 from graphstep.config.validation import Notice
 from graphstep.config.words import shown, word_of
@@ -45,6 +48,11 @@ class _Chunk:
     attached: str | None = None
     words: list[str] = field(default_factory=list)
 
+    @property
+    def first(self) -> str:
+        """The word it begins with."""
+        return self.spelling if self.attached is None else f"{self.spelling}={self.attached}"
+
 
 def read_options(argv: Sequence[str], options: Sequence[Option] = OPTIONS, *, help_hint: str = _HELP_HINT) -> Reading:
     """Read the words of a command line.
@@ -59,10 +67,19 @@ def read_options(argv: Sequence[str], options: Sequence[Option] = OPTIONS, *, he
     """
     table = {spelling: option for option in options for spelling in option.spellings}
     reading = Reading()
-    for chunk in _chunks(_words_of(argv, reading)):
+    chunks = list(_chunks(_words_of(argv, reading)))
+    dashed = ""
+    for chunk, following in zip_longest(chunks, chunks[1:]):
+        # A word with two dashes is rather an option with a typing error: that is said as well.
+        is_told = bool(dashed) and not dashed.startswith("--")
+        dashed = ""
         option = table.get(chunk.spelling)
         if option is not None:
-            _read_option(option, chunk, reading)
+            if following is not None and following.spelling not in table and _lacks_text(option, chunk):
+                dashed = following.first
+            _read_option(option, chunk, reading, dashed)
+        elif is_told:
+            continue
         elif chunk.spelling:
             what = f"there is no option {chunk.spelling}"
             fix = REMOVED.get(chunk.spelling) or suggestion(chunk.spelling, table, help_hint)
@@ -114,7 +131,14 @@ def _is_number(word: str) -> bool:
     return True
 
 
-def _read_option(option: Option, chunk: _Chunk, reading: Reading) -> None:
+def _lacks_text(option: Option, chunk: _Chunk) -> bool:
+    """Is this an option of which any text can be the value, without a value?"""
+    takes_text = option.nargs != 0 and not option.choices and option.type in (str, text)
+    return takes_text and not chunk.words and chunk.attached is None
+
+
+def _read_option(option: Option, chunk: _Chunk, reading: Reading, dashed: str) -> None:
+    """Read an option; ``dashed`` is the word behind it where only its dash keeps that from being the value."""
     words = chunk.words
     if option.nargs == 0:
         if chunk.attached is not None:
@@ -132,8 +156,11 @@ def _read_option(option: Option, chunk: _Chunk, reading: Reading) -> None:
     if option.splits_commas:
         words = [part.strip() for word in words for part in word.split(",") if part.strip()]
     if not words:
-        fix = _form(option, chunk.spelling)
-        reading.problems.append(Problem("missing-value", f"{chunk.spelling} needs a value", chunk.spelling, fix))
+        what, fix = f"{chunk.spelling} needs a value", _form(option, chunk.spelling)
+        if dashed:
+            what += f", and {dashed} is read as an option because it begins with a dash"
+            fix = f"write {chunk.spelling}={shlex.quote(dashed)} if that is the value"
+        reading.problems.append(Problem("missing-value", what, chunk.spelling, fix))
         reading.wrong.add(option.dest)
         return
     values = [_convert(option, word, chunk.spelling, reading) for word in words]

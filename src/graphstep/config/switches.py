@@ -119,21 +119,24 @@ class CudaGraphConfig:
     """Capture the optimizer step as well."""
     policy: CapturePolicy = CapturePolicy.required
     """What becomes of a region that cannot be captured. Used by ``local``, ``full_iteration`` and the optimizer graph;
-    ``transformer_engine`` always requires it."""
+    ``transformer_engine`` takes ``auto`` for ``required``."""
     on_mismatch: MismatchPolicy = MismatchPolicy.recapture
     """What is done with inputs of another signature than those captured. A signature is the shapes, types and devices
-    of the tensors, the other arguments, and the modes: training, gradients, autocast."""
+    of the tensors, the other arguments, and the modes: training, gradients, autocast. ``transformer_engine``, which
+    captures once, takes ``recapture`` for ``eager``."""
     capture_after: int = 2
     """Steps in which ``local`` must see a further signature before it captures it, >= 1; with ``recapture`` only. The
     signatures of the observed first step need no second one."""
     max_signatures: int = 8
-    """Signatures that a region of ``local``, or ``full_iteration``, keeps graphs for, >= 1; beyond them the least used
-    one is evicted."""
+    """Signatures that a region keeps graphs for, >= 1; beyond them the least used one is evicted by ``local``, and
+    further ones run eagerly with ``transformer_engine``. Of ``full_iteration``: graphs in all, and 2 if it is 1, as
+    training and validation have one each."""
     merge_layers: int = 1
-    """Neighbouring captured layers that ``local`` launches as one graph, >= 0; 0: as many as can be."""
+    """Neighbouring captured layers that ``local`` and ``transformer_engine`` launch as one graph, >= 0; 0: as many as
+    can be."""
     debug: bool = False
-    """Let ``local`` poison static memory at its planned death and check addresses before every replay: slow, for
-    finding reads of tensors that are no longer valid."""
+    """Let ``local`` and ``transformer_engine`` poison static memory at its planned death and check addresses before
+    every replay: slow, for finding reads of tensors that are no longer valid."""
 
     def __post_init__(self) -> None:
         impl = to_member(CudaGraphImpl, self.impl, "cuda_graph_impl")
@@ -150,6 +153,12 @@ class CudaGraphConfig:
         object.__setattr__(self, "modules", modules)
         object.__setattr__(self, "inference_scope", default_inference_scope(impl) if scope is None else scope)
         settle(self, GRAPH_OPTION_NAMES)
+
+    @property
+    def captures_training(self) -> bool:
+        """Is anything of training to be captured: layers, steps or the optimizer?"""
+        is_asked = self.impl is not CudaGraphImpl.none or self.optimizer
+        return is_asked and self.policy is not CapturePolicy.off
 
     def options(self) -> Mapping[str, Any]:
         """Return the values under the names of their options, as the rules know them."""

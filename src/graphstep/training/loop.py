@@ -143,9 +143,7 @@ class Trainer:
         self._on_step = on_step
         self._log = make_logs(training, console)
         self._ledger = StepLedger(self.device)
-        self._steadiness = Steadiness(
-            self.report, is_eager=config.graphs.impl is CudaGraphImpl.none and not config.graphs.optimizer
-        )
+        self._steadiness = Steadiness(self.report, is_eager=not config.graphs.captures_training)
         self._saved_iteration = self.iteration
         self._validation_loss: tuple[int, float] | None = None
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from graphstep.config.migration import migrate_argv
 from graphstep.config.migration.occurrences import MODULE_WORDS
-from graphstep.config.migrations import MIGRATIONS
+from graphstep.config.migrations import MIGRATIONS, migrate
 from graphstep.errors import ConfigError
 
 FULL_INFERENCE = "full_iteration_inference"
@@ -201,3 +201,20 @@ def test_migrating_twice_is_migrating_once(options: list[list[str]]) -> None:
     twice, second = migrate_argv(once)
     assert twice == once
     assert second.left == first.left or len(second.left) == len(first.left)
+
+
+@pytest.mark.parametrize(
+    ("old", "fixes"),
+    [
+        ({"enable_cuda_graph": True}, ["write --cuda-graph-impl local"]),
+        ({"enable_cuda_graph": False}, ["leave it out"]),
+        (
+            {"enable_cuda_graph": True, "cuda_graph_scope": ("full_iteration",)},
+            ["leave it out", "leave it out", "write --cuda-graph-impl full_iteration"],
+        ),
+        ({"cuda_graph_scope": ("full",)}, ["leave it out", "leave it out"]),
+        ({"cuda_graph_scope": ("attn", "full_iteration_inference")}, ["write --cuda-graph-modules", "leave it out"]),
+    ],
+)
+def test_notices_name_what_is_there_in_the_end(old: dict[str, object], fixes: list[str]) -> None:
+    assert [row.fix for row in migrate(old).applied] == fixes

@@ -59,15 +59,17 @@ GRAPH_OPTIONS: tuple[Option, ...] = (
     _graphs.switch("--optimizer-cuda-graph", "capture the optimizer step as well"),
     _graphs.option(
         "--cuda-graph-policy",
-        "what becomes of a part that cannot be captured (local, full_iteration, optimizer); auto: it runs eagerly, "
-        "with a warning and the reason in the report; required: an error; off: nothing is captured",
+        "what becomes of a part that cannot be captured; auto: it runs eagerly, with a warning and the reason in the "
+        "report (local, full_iteration, optimizer; with transformer_engine an error); required: an error; off: nothing "
+        "is captured",
         choices=tuple(CapturePolicy),
     ),
     _graphs.option(
         "--cuda-graph-on-mismatch",
-        "what happens when shapes, types or modes of a call are none of those captured (local, full_iteration); error: "
-        "stop, with all differences; eager: run the call eagerly and count it; recapture: capture them as well, see "
-        "--cuda-graph-capture-after",
+        "what happens when shapes, types or modes of a call are none of those captured; error: stop, with all "
+        "differences; eager: run the call eagerly and count it; recapture: capture them as well, see "
+        "--cuda-graph-capture-after (local, full_iteration; with transformer_engine, which captures once, the same as "
+        "eager)",
         choices=tuple(MismatchPolicy),
     ),
     _graphs.count(
@@ -78,18 +80,20 @@ GRAPH_OPTIONS: tuple[Option, ...] = (
     ),
     _graphs.count(
         "--cuda-graph-max-signatures",
-        "sets of shapes, types and modes that each part keeps graphs for; the least used is evicted (local, "
-        "full_iteration)",
+        "sets of shapes, types and modes that each part keeps graphs for, at most; local: the least used is evicted; "
+        "transformer_engine: further ones run eagerly; full_iteration: graphs in all, at least 2, one for training and "
+        "one for validation, of which the one used longest ago is dropped",
         "N",
     ),
     _graphs.count(
         "--cuda-graph-merge-layers",
-        "neighbouring captured layers launched as one graph; 0: as many as can be (local)",
+        "neighbouring captured layers launched as one graph; 0: as many as can be (local, transformer_engine)",
         "LAYERS",
     ),
     _graphs.switch(
         "--cuda-graph-debug",
-        "overwrite static memory when it is no longer valid, and check addresses before every replay (local); slow",
+        "overwrite static memory when it is no longer valid, and check addresses before every replay (local, "
+        "transformer_engine); slow",
     ),
     _proof.option(
         "--cuda-graph-verify",

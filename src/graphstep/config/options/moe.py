@@ -40,7 +40,11 @@ MOE_OPTIONS: tuple[Option, ...] = (
     _moe.share("--moe-input-jitter-eps", "noise on the input of the router", default_text="none"),
     _moe.word("--moe-token-dispatcher-type", "how tokens get to their experts"),
     _moe.word("--moe-flex-dispatcher-backend", "what the flex dispatcher runs on"),
-    _moe.switch("--moe-grouped-gemm", "all experts in one matrix multiplication"),
+    _moe.switch(
+        "--moe-grouped-gemm",
+        "all experts in one matrix multiplication; linear layers must have no biases (--disable-bias-linear), and a "
+        "GPU needs --bf16 to have it in a graph",
+    ),
     _moe.switch("--moe-use-grouped-tensor", "weights of all experts in one tensor"),
     _moe.switch("--use-transformer-engine-op-fuser", "fuse the operations of an MLP"),
     _moe.count(
