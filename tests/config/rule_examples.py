@@ -269,6 +269,8 @@ NOTICES: dict[str, str | Example] = {
     "uneven-dispatch-host-reads": (
         f"{EXPERTS} {FULL} --moe-token-dispatcher-type flex --moe-hybridep-pad-uneven-dispatch-inputs"
     ),
+    "recapture-without-effect": f"{TE} --cuda-graph-on-mismatch recapture",
+    "one-signature-without-effect": f"{FULL} --cuda-graph-max-signatures 1",
     "uneven-dispatch-without-flex": f"{EXPERTS} --moe-hybridep-pad-uneven-dispatch-inputs",
     "flex-backend-without-flex": f"{EXPERTS} --moe-flex-dispatcher-backend hybridep",
     "recompute-router-norm": f"{EXPERTS} {TE} --cuda-graph-modules moe_router {SELECTIVE} layernorm",

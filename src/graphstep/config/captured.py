@@ -53,12 +53,12 @@ def _training(config: RunConfig) -> str:
         rest = ", clipping and optimizer" if graphs.optimizer else ""
         return f"forward and backward of {microbatches}{rest} as one graph{after}"
     kind = "a forward and a backward graph"
-    if graphs.impl is CudaGraphImpl.transformer_engine:
-        return f"{kind} for each microbatch in flight of {_parts(config)}, in the order of the schedule{after}"
-    # The first step is run and observed; warmup runs of each region come after it and leave no trace.
     merged = {0: ", neighbouring layers merged as far as can be", 1: ""}.get(
         graphs.merge_layers, f", up to {graphs.merge_layers} neighbouring layers merged"
     )
+    if graphs.impl is CudaGraphImpl.transformer_engine:
+        return f"{kind} for each microbatch in flight of {_parts(config)}{merged}, in the order of the schedule{after}"
+    # The first step is run and observed; warmup runs of each region come after it and leave no trace.
     rest = "; what cannot be captured runs eagerly" if graphs.policy is CapturePolicy.auto else ""
     return f"{kind} of {_parts(config)}{merged}, in the order of the first step, after that step{rest}"
 

@@ -294,8 +294,8 @@ GRAPH_RULES: tuple[Rule, ...] = (
     ),
     no_effect(
         "policy-off",
-        ("cuda_graph_impl", "cuda_graph_policy"),
-        lambda o: o.cuda_graph_impl != "none" and o.cuda_graph_policy == "off",
+        ("cuda_graph_impl", "cuda_graph_policy", "optimizer_cuda_graph"),
+        lambda o: o.cuda_graph_policy == "off" and (o.cuda_graph_impl != "none" or o.optimizer_cuda_graph),
         "with --cuda-graph-policy off nothing is captured, and the other options of CUDA graphs have no effect",
         "use --cuda-graph-policy auto or required to capture",
     ),
@@ -307,15 +307,38 @@ GRAPH_RULES: tuple[Rule, ...] = (
         "add --cuda-graph-impl local, or leave it out",
     ),
     *idle(
-        (
-            "cuda_graph_capture_after",
-            "cuda_graph_merge_layers",
-            "cuda_graph_debug",
-        ),
+        ("cuda_graph_capture_after",),
         ("cuda_graph_impl",),
         lambda o: o.cuda_graph_impl != "local",
         "it is an option of --cuda-graph-impl local",
         "use --cuda-graph-impl local, or leave it out",
+    ),
+    *idle(
+        ("cuda_graph_merge_layers", "cuda_graph_debug"),
+        ("cuda_graph_impl",),
+        lambda o: not captures_by_module(o),
+        "it is an option of --cuda-graph-impl local and transformer_engine",
+        "use one of these, or leave it out",
+    ),
+    no_effect(
+        "recapture-without-effect",
+        ("cuda_graph_impl", "cuda_graph_on_mismatch", "given_cuda_graph_on_mismatch"),
+        lambda o: (
+            o.given_cuda_graph_on_mismatch
+            and o.cuda_graph_impl == "transformer_engine"
+            and o.cuda_graph_on_mismatch == "recapture"
+        ),
+        "--cuda-graph-on-mismatch recapture has no effect with --cuda-graph-impl transformer_engine: its graphs are "
+        "those of the first capture, and other calls run eagerly",
+        "use eager or error, or leave it out",
+    ),
+    no_effect(
+        "one-signature-without-effect",
+        ("cuda_graph_impl", "cuda_graph_max_signatures"),
+        lambda o: o.cuda_graph_impl == "full_iteration" and o.cuda_graph_max_signatures == 1,
+        "--cuda-graph-max-signatures 1 is taken as 2 with --cuda-graph-impl full_iteration: training and validation "
+        "have a graph each",
+        "use 2 or more",
     ),
     no_effect(
         "capture-after-without-recapture",
