@@ -177,8 +177,8 @@ AFTER = "in the order of the first step, after that step"
         ("none", "eager, nothing is captured", "eager"),
         (
             "transformer_engine --moe-grouped-gemm --cuda-graph-merge-layers 0",
-            "a forward and a backward graph for each microbatch in flight of each of 4 whole layers, neighbouring layers "
-            "merged as far as can be, in the order of the schedule, after 3 eager steps",
+            "a forward and a backward graph for each microbatch in flight of each of 4 whole layers, neighbouring "
+            "layers merged as far as can be, in the order of the schedule, after 3 eager steps",
             "eager",
         ),
         (
