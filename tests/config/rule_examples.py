@@ -348,6 +348,7 @@ NOTICES_TOGETHER: dict[str, str | Example] = {
 }
 TRAINING_NOTICES: dict[str, str | Example] = {
     "inference-scope-without-effect": f"{LOCAL} --inference-cuda-graph-scope block",
+    "sinkhorn-without-scores": f"{EXPERTS} --moe-router-load-balancing-type sinkhorn --moe-router-pre-softmax",
     "experts-without-layer": f"{EXPERTS} --hybrid-layer-pattern *-",
     "dynamic-experts-stay-eager": f"{EXPERTS} {LOCAL} --cuda-graph-policy auto",
     "pool-always-single": f"{FULL} --no-cuda-graph-use-single-mempool",

@@ -155,6 +155,34 @@ LEFT_OUT = "leave --cuda-graph-modules out"
             "preprocess-reads-counts",
             "add --moe-pad-expert-input-to-capacity, or name no more than attn",
         ),
+        # Each way out of a pair of options that need each other.
+        (
+            "--parallel-weight-gradients",
+            "parallel-weight-gradients-fusion",
+            "add --gradient-accumulation-fusion, or leave --parallel-weight-gradients out",
+        ),
+        (
+            f"{EXPERTS} --moe-use-grouped-tensor",
+            "grouped-tensor-gemm",
+            "add --moe-grouped-gemm, or leave --moe-use-grouped-tensor out",
+        ),
+        ("--hybrid-layer-pattern EE|E", "pattern-needs-experts", "add --num-experts"),
+        (
+            "--hybrid-layer-pattern *E",
+            "pattern-needs-experts",
+            "add --num-experts, or leave E out of --hybrid-layer-pattern",
+        ),
+        (
+            "--transformer-impl inference_optimized --normalization RMSNorm --disable-bias-linear --add-qkv-bias",
+            "inference-optimized-layers",
+            "leave --add-qkv-bias out, or use --transformer-impl transformer_engine",
+        ),
+        (
+            "--num-experts 1 --moe-router-topk 1 --moe-router-pre-softmax --moe-router-num-groups 4 "
+            "--moe-router-group-topk 1",
+            "groups-divide-experts",
+            "use a --moe-router-num-groups that divides --num-experts",
+        ),
         # Widths that the product of all experts cannot have.
         (
             f"{EXPERTS} --hidden-size 20 --num-attention-heads 2 --cuda-graph-impl local --cuda-graph-modules moe",

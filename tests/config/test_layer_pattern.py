@@ -14,7 +14,7 @@ from graphstep.errors import ConfigError
     [
         ("MX*", "letter 2 is X"),
         ("m*-", "letter 1 is m"),
-        ("M, *", "letter 2 is ,, letter 3 is  "),
+        ("M, *", "letter 2 is ',', letter 3 is ' '"),
         ("abcdef*", "letter 1 is a, letter 2 is b, letter 3 is c, letter 4 is d and 2 more"),
         ("", "it has no layer"),
         ("|", "it has no layer"),
@@ -64,7 +64,8 @@ def test_a_wrong_letter_hides_nothing() -> None:
     [
         ("--hidden-size 128", "--mamba-num-groups 4"),
         ("--hidden-size 96 --mamba-head-dim 16 --mamba-num-groups 5", "--mamba-num-groups 4"),
-        ("--hidden-size 60", "--mamba-head-dim 8 --mamba-num-groups 5"),
+        ("--hidden-size 60", "--mamba-head-dim 60 --mamba-num-groups 2"),
+        ("--hidden-size 24 --num-attention-heads 2 --mamba-head-dim 7", "--mamba-head-dim 6"),
         ("--hidden-size 16 --num-attention-heads 2", "--mamba-head-dim 32 --mamba-num-groups 1"),
         ("--hidden-size 8 --num-attention-heads 2 --mamba-head-dim 48 --mamba-num-groups 1", "--mamba-head-dim 16"),
         ("--mamba-num-heads 7", "--mamba-num-groups 7"),

@@ -37,6 +37,10 @@ def letters_at(pattern: str, letters: str) -> str:
         pattern: of layers, separators count as letters.
         letters: those to look for.
     """
-    found = [f"letter {place} is {letter}" for place, letter in enumerate(pattern, 1) if letter in letters]
+    found = [f"letter {place} is {_shown(letter)}" for place, letter in enumerate(pattern, 1) if letter in letters]
     rest = f" and {len(found) - _NUM_NAMED} more" if len(found) > _NUM_NAMED else ""
     return ", ".join(found[:_NUM_NAMED]) + rest
+
+
+def _shown(letter: str) -> str:
+    return repr(letter) if letter.isspace() or letter in ",.;" else letter

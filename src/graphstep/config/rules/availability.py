@@ -14,7 +14,7 @@ _NOT_YET: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "fp16": (bool, "use --bf16, or neither"),
     "fp8_format": (
         lambda v: v is not None,
-        "use --bf16; or GPTModel(config, fp8=DelayedScaling()) in a loop of your own (docs/fp8.md)",
+        "leave it out; or use GPTModel(config, fp8=DelayedScaling()) in a loop of your own (docs/fp8.md)",
     ),
     "fp4_format": (lambda v: v is not None, "use --bf16"),
     "optimizer": (lambda v: v != "adam", "use --optimizer adam"),

@@ -143,7 +143,7 @@ GRAPH_RULES: tuple[Rule, ...] = (
         fields=("fuse_gradient_accumulation", "parallel_weight_gradients"),
         broken=lambda o: o.parallel_weight_gradients and not o.fuse_gradient_accumulation,
         what="--parallel-weight-gradients moves products that add weight gradients themselves, and there are none",
-        fix="add --gradient-accumulation-fusion",
+        fix="add --gradient-accumulation-fusion, or leave --parallel-weight-gradients out",
     ),
     Rule(
         code="full-iteration-modules",

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from graphstep.config.expert_advice import PARTS_ON_PAGE, STATIC_EXPERTS_ON_PAGE, ways_out
-from graphstep.config.layer_pattern import letters_at
+from graphstep.config.layer_pattern import letters_at, pattern_layers
 from graphstep.config.rules.graphs import (
     captures_whole_layers,
     modules_in_no_layer,
@@ -20,6 +20,7 @@ from graphstep.config.static_experts import width_multiple
 
 _UNKNOWN_LETTERS = "GD|/"  # Layers and separators of Megatron-LM's patterns.
 _PADDED = ("moe_expert_capacity_factor", "moe_pad_expert_input_to_capacity")
+_SCORES = ("moe_router_pre_softmax", "moe_router_score_function", "moe_router_enable_expert_bias")
 _BESIDE = ("dynamic_experts", "parts_beside_experts", "compile", "fuse_gradient_accumulation")
 _GRAPH = ("cuda_graph_impl", "cuda_graph_modules", "cuda_graph_policy")
 
@@ -36,6 +37,21 @@ def _of_mamba_layers(rule: Rule) -> Rule:
 
 def _multiplies_in_groups(options: Any) -> bool:
     return bool(options.has_expert_layers and options.moe_grouped_gemm and not drops_and_pads(options))
+
+
+def _scores_given(options: Any) -> list[str]:
+    """Return the options about scores that are not at their defaults."""
+    given = (
+        ("--moe-router-pre-softmax", options.moe_router_pre_softmax),
+        ("--moe-router-score-function", options.moe_router_score_function != "softmax"),
+        ("--moe-router-enable-expert-bias", options.moe_router_enable_expert_bias),
+    )
+    return [name for name, is_given in given if is_given]
+
+
+def _without_expert_layers(options: Any) -> dict[str, str]:
+    has_others = set(pattern_layers(options.hybrid_layer_pattern)) > {"E"}
+    return {"change": "add --num-experts" + ", or leave E out of --hybrid-layer-pattern" * has_others}
 
 
 def _width(options: Any) -> int:
@@ -82,8 +98,10 @@ LAYER_TRAINING_RULES: tuple[Rule, ...] = (
         code="pattern-needs-experts",
         fields=("hybrid_layer_pattern", "num_experts"),
         broken=lambda o: has_letter(o, "E") and o.num_experts is None,
+        details=_without_expert_layers,
         what="the pattern {hybrid_layer_pattern} has layers with experts, and their number is not known",
-        fix="add --num-experts, or leave E out of --hybrid-layer-pattern",
+        fix="{change}",
+        fix_on_page="add --num-experts, or leave E out of --hybrid-layer-pattern",
         for_training=True,
     ),
     Rule(
@@ -102,6 +120,19 @@ LAYER_TRAINING_RULES: tuple[Rule, ...] = (
         broken=lambda o: o.num_experts is not None and "moe" not in o.layer_modules,
         what="--num-experts has no effect: no layer of this model has experts",
         fix="add an E to --hybrid-layer-pattern or a 1 to --moe-layer-freq, or leave --num-experts out",
+        is_notice=True,
+        for_training=True,
+    ),
+    Rule(
+        code="sinkhorn-without-scores",
+        fields=("moe_router_load_balancing_type", "has_expert_layers", *_SCORES),
+        blames=("moe_router_load_balancing_type", *_SCORES),
+        broken=lambda o: (
+            o.has_expert_layers and o.moe_router_load_balancing_type == "sinkhorn" and bool(_scores_given(o))
+        ),
+        details=lambda o: {"given": " ".join(_scores_given(o))},
+        what="{given} has no effect: with sinkhorn, experts are chosen by the balanced load alone",
+        fix="leave it out",
         is_notice=True,
         for_training=True,
     ),

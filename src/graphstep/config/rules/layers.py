@@ -2,11 +2,25 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from graphstep.config.layer_pattern import is_layer_pattern, pattern_fault, pattern_layers
 from graphstep.config.rules.graphs import has_experts
 from graphstep.config.rules.rule import Rule, at_least, idle, no_effect, optional, words_of
 
 _FLASHINFER = (0, 6, 4)
+
+
+def _without_biases(options: Any) -> dict[str, str]:
+    missing = (
+        ("--normalization RMSNorm", options.normalization != "RMSNorm"),
+        ("--disable-bias-linear", options.add_bias_linear),
+    )
+    added = " ".join(word for word, is_missing in missing if is_missing)
+    changes = [f"add {added}"] if added else []
+    changes += ["leave --add-qkv-bias out"] if options.add_qkv_bias else []
+    return {"changes": " and ".join(changes)}
+
 
 LAYER_RULES: tuple[Rule, ...] = (
     *words_of(
@@ -92,8 +106,11 @@ LAYER_RULES: tuple[Rule, ...] = (
             o.transformer_impl == "inference_optimized"
             and (o.normalization != "RMSNorm" or o.add_bias_linear or o.add_qkv_bias)
         ),
+        details=_without_biases,
         what="inference_optimized layers have RMSNorm and no bias",
-        fix="add --normalization RMSNorm --disable-bias-linear, or use --transformer-impl transformer_engine",
+        fix="{changes}, or use --transformer-impl transformer_engine",
+        fix_on_page="add --normalization RMSNorm --disable-bias-linear and leave --add-qkv-bias out, or use "
+        "--transformer-impl transformer_engine",
     ),
     Rule(
         code="inference-optimized-experts",

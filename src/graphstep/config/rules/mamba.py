@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 from graphstep.config.layer_pattern import pattern_layers
@@ -26,8 +25,9 @@ def _groups_that_divide(heads: int, options: Any) -> int:
 
 def _sizes_that_fit(options: Any) -> dict[str, str]:
     """Return the largest size of a head that fits, with another number of groups if the one that is there does not."""
-    size = math.gcd(2 * options.hidden_size, options.mamba_head_dim)
-    groups = _groups_that_divide(2 * options.hidden_size // size, options)
+    channels = 2 * options.hidden_size
+    size = next(size for size in range(min(options.mamba_head_dim, channels), 0, -1) if channels % size == 0)
+    groups = _groups_that_divide(channels // size, options)
     rest = f" --mamba-num-groups {groups}" if groups != options.mamba_num_groups else ""
     return {"sizes": f"--mamba-head-dim {size}{rest}"}
 

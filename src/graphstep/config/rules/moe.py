@@ -163,7 +163,7 @@ MOE_RULES: tuple[Rule, ...] = (
     Rule(
         code="groups-divide-experts",
         fields=("moe_router_num_groups", "moe_router_group_topk", "num_experts"),
-        broken=lambda o: _has_groups(o) and has_experts(o) and o.num_experts % o.moe_router_num_groups != 0,
+        broken=lambda o: _has_groups(o) and o.num_experts is not None and o.num_experts % o.moe_router_num_groups != 0,
         what="{num_experts} experts cannot be divided into {moe_router_num_groups} groups",
         fix="use a --moe-router-num-groups that divides --num-experts",
     ),
@@ -285,7 +285,7 @@ MOE_RULES: tuple[Rule, ...] = (
         fields=("moe_use_grouped_tensor", "moe_grouped_gemm"),
         broken=lambda o: o.moe_use_grouped_tensor and not o.moe_grouped_gemm,
         what="--moe-use-grouped-tensor is about one matrix multiplication of all experts, and there is none",
-        fix="add --moe-grouped-gemm",
+        fix="add --moe-grouped-gemm, or leave --moe-use-grouped-tensor out",
     ),
     Rule(
         code="grouped-tensor-ncclep",

@@ -187,7 +187,8 @@ PARALLEL_RULES: tuple[Rule, ...] = (
             and (o.expert_model_parallel_size == 1 or o.moe_token_dispatcher_type not in ("alltoall", "flex"))
         ),
         what="--overlap-moe-expert-parallel-comm hides the exchange of tokens between ranks, and there is none",
-        fix="use --expert-model-parallel-size 2 or more with --moe-token-dispatcher-type alltoall or flex",
+        fix="use --expert-model-parallel-size 2 or more with --moe-token-dispatcher-type alltoall or flex, or leave "
+        "--overlap-moe-expert-parallel-comm out",
     ),
     Rule(
         code="overlap-needs-half",
@@ -259,7 +260,7 @@ PARALLEL_RULES: tuple[Rule, ...] = (
         fields=("delay_wgrad_compute", _OVERLAP),
         broken=lambda o: o.delay_wgrad_compute and not o.overlap_moe_expert_parallel_comm,
         what="--delay-wgrad-compute moves weight gradients into the overlapped exchange of tokens, and there is none",
-        fix="add --overlap-moe-expert-parallel-comm",
+        fix="add --overlap-moe-expert-parallel-comm, or leave --delay-wgrad-compute out",
     ),
     Rule(
         code="delayed-wgrad-kernels",
