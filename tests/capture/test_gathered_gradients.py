@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -368,3 +370,52 @@ def test_gradients_that_a_callback_of_the_engine_reads(device: torch.device) -> 
     assert read
     assert "layers.2.0.weight" not in waiting
     assert {"layers.2.0.bias", "embedding.weight"} <= waiting
+
+
+def test_gradients_with_lazy_bits() -> None:
+    """A conjugate that is not worked out yet: left to autograd, in either place."""
+    plain = nn.Parameter(torch.randn(3, dtype=torch.complex64))
+    plain.grad = torch.zeros(3, dtype=torch.complex64).conj()
+    with GatheredGradients([plain]).taken():
+        (plain.conj() * 2).real.sum().backward()
+    twin = nn.Parameter(plain.detach().clone())
+    twin.grad = torch.zeros(3, dtype=torch.complex64)
+    (twin.conj() * 2).real.sum().backward()
+    assert torch.equal(plain.grad, twin.grad)
+
+
+def test_memory_of_another_library(device: torch.device) -> None:
+    """Gradients in an array, of which a hook reads all: the same memory, through other storages."""
+    if device.type != "cpu":
+        pytest.skip("arrays are on the host")
+    model, read = built(device), []
+    layer = model.layers[2][0]
+    array = np.zeros(HIDDEN * HIDDEN, dtype=np.float32)
+    layer.weight.grad = torch.from_numpy(array).view(HIDDEN, HIDDEN)
+
+    def run(model: nn.Module) -> None:
+        x = model.embedding(tokens(0, device))
+        x.register_hook(lambda _: read.append(torch.from_numpy(array).norm()))
+        layer(x).sum().backward()
+
+    assert "layers.2.0.weight" not in names_that_can_wait(model, run)
+
+
+def test_what_went_wrong_is_told() -> None:
+    """A pass that did not end: the capture is to be made again, without this."""
+    model = built()
+    stopped = GatheredGradients(model.parameters())
+
+    def stop(_: Tensor) -> None:
+        raise ValueError
+
+    with stopped.taken():
+        x = model.embedding(tokens(0))
+        x.register_hook(stop)
+        with suppress(ValueError):
+            model.layers[0](x).sum().backward()
+    assert stopped.went_wrong
+    right = GatheredGradients(model.parameters())
+    with right.taken():
+        once(model)
+    assert not right.went_wrong

@@ -226,3 +226,169 @@ def test_hooks_of_parameters_that_come_later(device: torch.device) -> None:
             wrapper.forward_backward(data_iterator=iter(data), num_microbatches=2)
             assert_same(state(model), state(eager))
         assert session.report().rows[0].num_replays >= 5
+
+
+# ----- steps that do something with gradients in or between passes
+
+
+class Square(nn.Module):
+    """Three layers, and parameters that are added through views."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(HIDDEN, HIDDEN) for _ in range(3))
+        self.place = nn.Parameter(torch.zeros(5 * HIDDEN))
+        self.seen = nn.Buffer(torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layers[0](x)
+        x = torch.tanh(self.layers[1](x) + self.place.view(5, HIDDEN))
+        return self.layers[2](x).square().mean()
+
+
+Step = Callable[["Square", Tensor, Tensor], Tensor]
+
+
+def gradients_in_between(model: Square, x: Tensor, y: Tensor) -> Tensor:
+    """``torch.autograd.grad`` adds to nothing, and the step does it itself."""
+    model(x).backward()
+    parameters = list(model.parameters())
+    for parameter, gradient in zip(parameters, torch.autograd.grad(model(y), parameters), strict=True):
+        if parameter.grad is None:
+            parameter.grad = gradient.clone()
+        else:
+            parameter.grad.add_(gradient)
+    return model(x).detach()
+
+
+class InPlace(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        return gradient.mul_(2)
+
+
+def gradients_written_in_place(model: Square, x: Tensor, y: Tensor) -> Tensor:
+    """What the parameter was given is a view of what a function writes afterwards."""
+    hidden = InPlace.apply(model.layers[0](x)) + model.place.view(5, HIDDEN)
+    loss: Tensor = model.layers[1](hidden).square().mean()
+    loss.backward()
+    model(y).backward()
+    return loss.detach()
+
+
+class Scratch(torch.autograd.Function):
+    """Writes the gradients of several weights to the same memory, one after another."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, scratch: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.scratch = scratch
+        return x @ weight
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:  # type: ignore[override]
+        x, weight = ctx.saved_tensors
+        torch.mm(x.t(), gradient, out=ctx.scratch)
+        return gradient @ weight.t(), ctx.scratch.view(HIDDEN, HIDDEN), None
+
+
+def gradients_in_one_place(model: Square, x: Tensor, y: Tensor) -> Tensor:
+    scratch = torch.empty(HIDDEN, HIDDEN, device=x.device)
+    for layer in model.layers:
+        x = torch.tanh(Scratch.apply(x, layer.weight, scratch))
+    loss = x.square().mean() + 0 * sum(layer.bias.sum() for layer in model.layers) + 0 * model.place.sum()
+    loss.backward()
+    return loss.detach()
+
+
+class StopHereError(Exception):
+    pass
+
+
+def passes_that_stop(model: Square, x: Tensor, y: Tensor) -> Tensor:
+    """A pass that fails has added what it had come to, and the step goes on with that."""
+
+    def stop(_: Tensor) -> None:
+        raise StopHereError
+
+    hidden = model.layers[0](x)
+    hidden.register_hook(stop)
+    try:
+        model.layers[2](model.layers[1](hidden)).square().mean().backward()
+    except StopHereError:
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(0.5)
+    loss: Tensor = model(y)
+    loss.backward()
+    return loss.detach()
+
+
+def hooks_of_the_step(model: Square, x: Tensor, y: Tensor) -> Tensor:
+    """They read what is there before their parameter is given more."""
+    weight = model.layers[0].weight
+
+    def read(gradient: Tensor) -> None:
+        if weight.grad is not None:
+            model.seen.add_(weight.grad.norm() + gradient.norm())
+
+    losses = []
+    for batch in (x, y):
+        handles = [weight.register_hook(read), model.layers[2].bias.register_hook(read)]
+        losses.append(model(batch))
+        losses[-1].backward()
+        for handle in handles:
+            handle.remove()
+    return torch.stack(losses).detach()
+
+
+def hooks_after_an_addition(model: Square, x: Tensor, y: Tensor) -> Tensor:
+    weight = model.layers[1].weight
+
+    def read(parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        model.seen.add_(parameter.grad.norm())
+
+    handle = weight.register_post_accumulate_grad_hook(read)
+    loss: Tensor = model(x)
+    loss.backward()
+    handle.remove()
+    model(y).backward()
+    return loss.detach()
+
+
+STEPS: list[Step] = [
+    gradients_in_between,
+    gradients_written_in_place,
+    gradients_in_one_place,
+    passes_that_stop,
+    hooks_of_the_step,
+    hooks_after_an_addition,
+]
+
+
+@pytest.mark.parametrize("step", STEPS, ids=lambda step: step.__name__)
+def test_what_a_step_does_with_gradients(step: Step, device: torch.device) -> None:
+    def built() -> Square:
+        torch.manual_seed(0)
+        model = Square().to(device)
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        return model
+
+    eager, model = built(), built()
+    graphed = graphstep.graph_step(lambda x, y: step(model, x, y), modules=[model], gather_gradients=True)
+    for number in range(8):
+        x, y = batches(number, 2, device)
+        expected = step(eager, x, y)
+        assert torch.equal(graphed(x, y), expected)
+        assert_same(state(model), state(eager))
+        if number % 3 == 2:
+            for each in (eager, model):
+                each.zero_grad(set_to_none=False)
+    assert graphed.report().rows[0].num_replays >= 4
+    graphed.close()

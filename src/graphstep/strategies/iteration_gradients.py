@@ -71,6 +71,10 @@ class _Kinds:
     """Used by the step, and then replaced by another tensor."""
 
 
+class NotGatheredError(CaptureError):
+    """The capture is to be made again, with each gradient added by itself."""
+
+
 class StepGradients:
     """The gradients of one captured step, before, in and after its graph.
 
@@ -193,8 +197,12 @@ class StepGradients:
     def gathered(self) -> Iterator[None]:
         """In the captured function, around the step: add gradients together where they can wait."""
         waiting = (leaf for leaf, gradient in self._before if gradient is not None and id(leaf) in self._can_wait)
-        with GatheredGradients(leaf for leaf in waiting if not hasattr(leaf, "main_grad")).taken():
+        gathered = GatheredGradients(leaf for leaf in waiting if not hasattr(leaf, "main_grad"))
+        with gathered.taken():
             yield
+        if gathered.went_wrong:
+            self._can_wait, self._gathers = {}, False
+            raise NotGatheredError("gradients cannot wait until the end of the backward pass", where=self._where)
 
     def collect(self) -> None:
         """At the end of the captured function: bring the gradients that it made to where they live already."""

@@ -21,7 +21,7 @@ from graphstep.capture.tree import Node, Value, flatten, unflatten
 from graphstep.config.switches import CapturePolicy, MismatchPolicy
 from graphstep.engine import Recording, torch_private
 from graphstep.errors import CaptureError, InputMismatchError
-from graphstep.strategies.iteration_gradients import StepGradients
+from graphstep.strategies.iteration_gradients import NotGatheredError, StepGradients
 from graphstep.strategies.iteration_refusals import (
     RETURNS_OTHERS,
     is_wrapped,
@@ -450,6 +450,8 @@ class IterationGraphs:
                     iteration.gradients.keep()
                     return recording
                 self._session.release([recording], stats)
+            except NotGatheredError:
+                continue
             finally:
                 iteration.gradients.put_back()
             if not iteration.gradients.take_as_made_anew():
