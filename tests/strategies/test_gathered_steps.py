@@ -210,6 +210,19 @@ def test_a_capture_that_fails_leaves_gradients_and_hooks_as_they_were(device: to
         assert all(p._backward_hooks is None and p._post_accumulate_grad_hooks is None for p in model.parameters())
 
 
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_evaluation_adds_nothing(mode: Callable[[], Any], device: torch.device) -> None:
+    model = built(device)
+    with GraphSession(device) as session, mode():
+        wrapper = FullCudaGraphWrapper(forward_backward, model=model, session=session, gather_gradients=True)
+        for step in range(5):
+            data = batches(step, 1, device)
+            found = wrapper.forward_backward(data_iterator=iter(data), num_microbatches=1, forward_only=True)
+            expected = forward_backward(data_iterator=iter(data), model=model, num_microbatches=1, forward_only=True)
+            assert torch.equal(found, expected)
+        assert session.report().rows[0].num_replays == 2
+
+
 def test_hooks_of_parameters_that_come_later(device: torch.device) -> None:
     """A hook that is registered after the capture drops the graph; the gradient of its parameter does not wait then."""
     eager, model = built(device), built(device)

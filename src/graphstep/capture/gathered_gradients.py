@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import get_gradient_edge
+from torch.autograd.graph import Node, get_gradient_edge
 
 from graphstep.engine import torch_private
 from graphstep.engine.compiler import DispatchMode
@@ -55,7 +55,7 @@ class GatheredGradients:
         device = self._leaves[0].device if self._leaves else torch.device("cpu")
         self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
         # Held: a leaf does not keep the node that adds its gradients, and another one would have no hooks.
-        nodes = [(leaf, get_gradient_edge(leaf).node) for leaf in self._leaves]
+        nodes = _nodes_of(self._leaves)
         with ExitStack() as hooks:
             for leaf, node in nodes:
                 hooks.callback(node.register_prehook(partial(self._take, leaf)).remove)
@@ -131,7 +131,7 @@ class GradientWatch:
     @contextmanager
     def watching(self) -> Iterator[None]:
         """The body is the run."""
-        nodes = [(leaf, get_gradient_edge(leaf).node) for leaf in self._leaves]
+        nodes = _nodes_of(self._leaves)
         with ExitStack() as hooks:
             for leaf, node in nodes:
                 hooks.callback(node.register_prehook(partial(self._come, leaf)).remove)
@@ -195,6 +195,11 @@ class _EachCall(DispatchMode):
             if torch_private.has_plain_memory(tensor) and torch_private.storage_key(tensor) not in known:
                 self._made(tensor)
         return result
+
+
+def _nodes_of(leaves: Iterable[Tensor]) -> list[tuple[Tensor, Node]]:
+    """What adds gradients to these leaves. In inference mode there is no such thing, and nothing to add."""
+    return [] if torch.is_inference_mode_enabled() else [(leaf, get_gradient_edge(leaf).node) for leaf in leaves]
 
 
 def _is_plain(gradient: Tensor) -> bool:
