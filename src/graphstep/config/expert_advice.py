@@ -34,7 +34,7 @@ def static_experts(options: Any) -> str:
         ("--moe-pad-expert-input-to-capacity", not options.moe_pad_expert_input_to_capacity),
     )
     without_drops, with_drops = (" ".join(word for word, is_missing in way if is_missing) for way in (grouped, padded))
-    multiple = 8 if options.device != "cpu" else width_multiple(options)
+    multiple = width_multiple(options)
     if options.hidden_size % multiple or (options.moe_ffn_hidden_size or options.ffn_hidden_size) % multiple:
         without_drops += f" with multiples of {multiple} for --hidden-size and --moe-ffn-hidden-size"
     if options.moe_router_load_balancing_type == "sinkhorn":  # It knows no capacity.

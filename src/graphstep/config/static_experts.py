@@ -44,10 +44,9 @@ def reads_counts_on_the_host(options: Any) -> bool:
     Args:
         options: all values, as attributes.
     """
-    is_padded = options.moe_expert_capacity_factor is not None and options.moe_pad_expert_input_to_capacity
     return bool(
         options.moe_token_dispatcher_type == "alltoall"
-        and not is_padded
+        and not drops_and_pads(vars(options))
         and (options.moe_expert_capacity_factor is not None or options.moe_router_padding_for_quantization)
     )
 

@@ -56,8 +56,9 @@ class FullCudaGraphWrapper:
         on_mismatch: what becomes of another key in a stage that has a graph, see :class:`MismatchPolicy`.
         use_single_mempool: training and validation graphs share one memory pool.
         gather_gradients: gradients that are added to are added many at a time, at the end of each backward pass or
-            when 32 MiB of them wait: a launch for many parameters instead of one for each. Results are the same. Those
-            that the step itself looks at during the pass are added at once, and so are those with hooks.
+            when 32 MiB of them wait: a launch for many parameters instead of one for each, for that much memory.
+            Results are the same. Those that the step itself looks at during the pass, those in memory that others
+            write, and those with hooks that run after the addition are added at once.
         optimizers: those that step in ``forward_backward_func``, if it makes whole steps. They need ``fused=True`` or
             ``capturable=True``; their learning rates follow a schedule, see :class:`OptimizersInside`.
 

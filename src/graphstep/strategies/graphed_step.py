@@ -258,8 +258,8 @@ def graph_step(step_fn: Callable[P, R] | None = None, **options: Any) -> Any:
             report) or ``off``.
         on_mismatch: ``recapture``, ``eager`` or ``error`` when arguments differ from those that were captured.
         max_graphs: most signatures that are kept; a further one takes the place of the one used longest ago.
-        gather_gradients: of several backward passes that add to gradients, or where none are dropped in the step, add
-            them many at a time, see :class:`FullCudaGraphWrapper`.
+        gather_gradients: gradients that the step adds to, and does not make anew, are added many at a time, see
+            :class:`FullCudaGraphWrapper`.
         session: owner of the graphs; by default a new one, on the device of the modules, else the current GPU if there
             is one, else the CPU.
 
