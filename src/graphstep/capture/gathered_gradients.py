@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import Node, get_gradient_edge
 
+from graphstep.capture.gradient_branch import GradientBranch, extent_of, nodes_of
 from graphstep.engine import torch_private
 from graphstep.engine.compiler import DispatchMode
 from graphstep.engine.tape_ops import tensors_in
 
 _LEAST_BYTES, _MOST_BYTES, _PART = 2**20, 32 * 2**20, 16
 """Gradients that wait: a sixteenth of all, but no more than a few large ones, as their memory is in use so long."""
+
+_LARGE = 24 * 2**20
+"""Bytes of a gradient from which a kernel of its own is as fast."""
 
 
 class GatheredGradients:
@@ -30,9 +33,11 @@ class GatheredGradients:
 
     Args:
         leaves: those whose ``.grad`` nothing else looks at before the end of the pass, see :class:`GradientWatch`.
+        branch: where to add them, beside the rest of the pass.
     """
 
-    def __init__(self, leaves: Iterable[Tensor]) -> None:
+    def __init__(self, leaves: Iterable[Tensor], *, branch: GradientBranch | None = None) -> None:
+        self._branch = branch
         self._leaves = [leaf for leaf in leaves if leaf.grad is not None and _is_plain(leaf.grad)]
         self._homes = {id(leaf): leaf.grad for leaf in self._leaves if leaf.grad is not None}
         num_bytes = sum(home.nbytes for home in self._homes.values())
@@ -55,13 +60,19 @@ class GatheredGradients:
         device = self._leaves[0].device if self._leaves else torch.device("cpu")
         self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
         # Held: a leaf does not keep the node that adds its gradients, and another one would have no hooks.
-        nodes = _nodes_of(self._leaves)
+        nodes = nodes_of(self._leaves)
         with ExitStack() as hooks:
             for leaf, node in nodes:
                 hooks.callback(node.register_prehook(partial(self._take, leaf)).remove)
+            if self._branch is not None:
+                hooks.enter_context(self._branch.beside())
             yield
         self.went_wrong = self.went_wrong or bool(self._open_passes or self._waiting)
         self._waiting.clear()
+
+    def takes(self, leaf: Tensor) -> bool:
+        """Whether what comes for a leaf now would be gathered."""
+        return leaf.grad is not None and leaf.grad is self._homes.get(id(leaf))
 
     def _take(self, leaf: Tensor, gradients: tuple[Tensor | None, ...]) -> tuple[None] | None:
         """Before autograd adds: leave it nothing to add."""
@@ -86,21 +97,25 @@ class GatheredGradients:
 
     def _end(self, number: int) -> None:
         self._open_passes.discard(number)
-        self._add()
+        stream = self._stream
+        caller = torch.cuda.current_stream(stream.device) if stream is not None else None
+        with torch.cuda.stream(stream) if stream != caller else nullcontext():
+            self._add()
+            if self._branch is not None:
+                self._branch.join()
+        if caller is not None and stream is not None and caller != stream:
+            caller.wait_stream(stream)
 
     def _add(self) -> None:
         waiting, self._waiting, self._num_bytes = list(self._waiting.values()), {}, 0
         if not waiting:
             return
         self.went_wrong = self.went_wrong or any(gradient._version != version for _, gradient, version in waiting)
-        stream = self._stream
-        caller = torch.cuda.current_stream(stream.device) if stream is not None else None
-        with torch.no_grad(), torch.cuda.stream(stream) if stream != caller else nullcontext():
-            for dtype in dict.fromkeys(home.dtype for home, _, _ in waiting):
-                group = [each for each in waiting if each[0].dtype == dtype]
-                torch._foreach_add_([home for home, _, _ in group], [gradient for _, gradient, _ in group])
-        if caller is not None and stream is not None and caller != stream:
-            caller.wait_stream(stream)
+        homes, gradients = [home for home, _, _ in waiting], [gradient for _, gradient, _ in waiting]
+        if self._branch is None:
+            _add_to(homes, gradients)
+        else:
+            self._branch.run(partial(_add_to, homes, gradients), reads=gradients, writes=homes)
 
 
 class GradientWatch:
@@ -131,7 +146,7 @@ class GradientWatch:
     @contextmanager
     def watching(self) -> Iterator[None]:
         """The body is the run."""
-        nodes = _nodes_of(self._leaves)
+        nodes = nodes_of(self._leaves)
         with ExitStack() as hooks:
             for leaf, node in nodes:
                 hooks.callback(node.register_prehook(partial(self._come, leaf)).remove)
@@ -157,7 +172,7 @@ class GradientWatch:
         if gradient is None or not _is_plain(gradient) or torch_private.backward_pass() is None:
             self._left_out.add(id(leaf))
         else:
-            self._given.append((*_extent(gradient), id(leaf)))
+            self._given.append((*extent_of(gradient), id(leaf)))
 
     def _look_at(self, tensor: Tensor) -> None:
         if torch_private.backward_pass() is None:  # Passes inside of a pass are a part of it.
@@ -165,7 +180,7 @@ class GradientWatch:
             self._made.clear()
         if not self._given or not torch_private.has_plain_memory(tensor):
             return
-        first, last = _extent(tensor)
+        first, last = extent_of(tensor)
         self._left_out.update(number for begin, end, number in self._given if first < end and begin < last)
 
     def _note_made(self, tensor: Tensor) -> None:
@@ -197,20 +212,21 @@ class _EachCall(DispatchMode):
         return result
 
 
-def _nodes_of(leaves: Iterable[Tensor]) -> list[tuple[Tensor, Node]]:
-    """What adds gradients to these leaves. In inference mode there is no such thing, and nothing to add."""
-    return [] if torch.is_inference_mode_enabled() else [(leaf, get_gradient_edge(leaf).node) for leaf in leaves]
+@torch.no_grad()
+def _add_to(homes: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
+    """Small ones together. A large one is as fast by itself."""
+    together: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
+    for home, gradient in zip(homes, gradients, strict=True):
+        if home.nbytes > _LARGE:
+            home.add_(gradient)
+        else:
+            left, right = together.setdefault(home.dtype, ([], []))
+            left.append(home)
+            right.append(gradient)
+    for left, right in together.values():
+        torch._foreach_add_(left, right)
 
 
 def _is_plain(gradient: Tensor) -> bool:
     is_tensor = type(gradient) is Tensor and torch_private.has_plain_memory(gradient)
     return is_tensor and not (gradient.is_conj() or gradient.is_neg())
-
-
-def _extent(tensor: Tensor) -> tuple[int, int]:
-    """The first byte of a tensor, and the one behind its last."""
-    begin = tensor.data_ptr()
-    if tensor.numel() == 0:
-        return begin, begin
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return begin, begin + (last + 1) * tensor.element_size()

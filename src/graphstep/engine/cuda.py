@@ -20,6 +20,7 @@ from torch import Tensor
 
 from graphstep.engine import compiled_part, cuda_memory, cuda_workspaces, kernel_switches, torch_private
 from graphstep.engine.ambient import casts_forgotten, collection_held
+from graphstep.engine.branch import StreamBranch
 from graphstep.engine.cuda_driver import capturing_node_count, restart_capture
 from graphstep.engine.cuda_memory import pool_segments
 from graphstep.engine.user_frame import user_line_of
@@ -132,8 +133,9 @@ class CudaEngine:
         self.workspace_pool: Any = None
         """Name of the pool of the libraries' workspaces, once there is one. It stays when the engine is closed."""
         self._workspace_bytes = 0
-        self._mark: Tensor | None = None
-        """In the pool of the workspaces, which is for other engines when it is gone."""
+        self._marks: list[Tensor] = []
+        """In the pools of the workspaces, which are for other engines when these are gone."""
+        self._branch_stream: torch.cuda.Stream | None = None
         self._is_closed = False
         if not torch.cuda.is_current_stream_capturing():
             kernel_switches.settle_attention_order(self._device)
@@ -303,8 +305,23 @@ class CudaEngine:
 
     def _take_workspaces(self) -> None:
         with torch.inference_mode(False), torch.autocast("cuda", enabled=False), self.capture_stream():
-            self._mark = cuda_workspaces.take(self.workspace_pool, self._device)
+            self._marks = [cuda_workspaces.take(self.workspace_pool, self._device)]
+            stream = self._branch_stream
+            if stream is not None:
+                with torch.cuda.stream(stream):
+                    self._marks.append(cuda_workspaces.take(cuda_workspaces.pool_of(stream), self._device))
         torch.cuda.synchronize(self._device)
+
+    def branch(self) -> StreamBranch:
+        """Before a capture: a stream beside that of the capture. Its workspaces are kept as those of the other."""
+        if self._branch_stream is None:
+            if self.workspace_pool is None:
+                self._prime()
+            streams = [torch.cuda.Stream(self._device) for _ in range(2)]
+            other = next(stream for stream in streams if stream != self._stream)
+            self._branch_stream = cuda_workspaces.stream_for_captures(other)
+            self._take_workspaces()
+        return StreamBranch(self._branch_stream, self._stream)
 
     def _open_lane(self) -> _Lane:
         """A new pool, and a graph in it: the allocator gives up a pool that no graph uses, and refuses its name."""
@@ -394,7 +411,7 @@ class CudaEngine:
             lane.anchor.reset()
         self._lanes.clear()
         self._spoilt.clear()
-        self._mark = None
+        self._marks.clear()
 
 
 def _explain(error: Exception) -> CaptureError:

@@ -9,6 +9,8 @@ from typing import Any, Protocol, TypeVar, runtime_checkable
 import torch
 from torch import Tensor
 
+from graphstep.engine.branch import Branch
+
 T = TypeVar("T")
 
 
@@ -104,6 +106,9 @@ class Engine(Protocol):
 
         Other errors of ``function`` pass through.
         """
+
+    def branch(self) -> Branch | None:
+        """Before a capture: where the captured function can do work beside its other work; ``None`` if nowhere."""
 
     def capture_stream(self) -> AbstractContextManager[None]:
         """Run the body on the stream that captures use, ordered after and before the caller's stream."""

@@ -222,6 +222,10 @@ class TapeEngine:
             recorder.wait_for_collectives()
         recorder.forget()
 
+    def branch(self) -> None:
+        """There is one order of operations."""
+        return
+
     @contextmanager
     def capture_stream(self) -> Iterator[None]:
         """There are no streams on the CPU. Compiled code runs as it was written, as it does when it is recorded."""

@@ -441,10 +441,15 @@ def after_backward_pass(action: Callable[[], None]) -> None:
         queue(action)
 
 
+def current_node() -> Any:
+    """The node that the backward pass under way is at; ``None`` outside of one, and where torch does not tell."""
+    current = getattr(torch._C, "_current_autograd_node", None)
+    return None if current is None else current()
+
+
 def forward_trace() -> list[str]:
     """In a backward with anomaly detection on: the stack of the forward that the current node belongs to."""
-    current = getattr(torch._C, "_current_autograd_node", None)
-    node = current() if current is not None else None
+    node = current_node()
     return list(node.metadata.get("traceback_", ())) if node is not None else []
 
 

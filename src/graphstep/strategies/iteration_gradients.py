@@ -15,9 +15,11 @@ from torch import Tensor, nn
 
 from graphstep.capture.adopted_gradients import AdoptedGradients
 from graphstep.capture.gathered_gradients import GatheredGradients, GradientWatch
+from graphstep.capture.gradient_branch import GradientBranch, LeafWork, LeafWorkWatch
 from graphstep.capture.gradients import GradientHomes, Guests, Homes
 from graphstep.capture.observe import Observation
 from graphstep.engine import torch_private
+from graphstep.engine.branch import Branch
 from graphstep.errors import CaptureError
 
 
@@ -93,6 +95,8 @@ class StepGradients:
         self._gathers = gathers
         self._can_wait: dict[int, Tensor] = {}
         """Leaves whose gradients nothing has looked at before the end of a backward pass."""
+        self._leaf_work: dict[int, LeafWork] = {}
+        """What can go to a branch of the graph."""
         self._homes = GradientHomes(shared)
         self._adopted = AdoptedGradients(shared)
         self._kinds = _Kinds()
@@ -109,8 +113,13 @@ class StepGradients:
         """For another capture of the same step."""
         made = StepGradients(self._shared, gathers=self._gathers)
         made._kinds, made._filled, made._known = self._kinds, self._filled, self._known
-        made._can_wait = self._can_wait
+        made._can_wait, made._leaf_work = self._can_wait, self._leaf_work
         return made
+
+    @property
+    def wants_branch(self) -> bool:
+        """True if a branch of the graph would have something to do."""
+        return self._gathers and bool(self._can_wait or self._leaf_work)
 
     # ----- around an eager run
 
@@ -127,10 +136,11 @@ class StepGradients:
         if not self._gathers:
             yield
             return
-        watch = GradientWatch(earlier.leaf for earlier in before)
-        with watch.watching():
+        leaves = [earlier.leaf for earlier in before]
+        watch, work = GradientWatch(leaves), LeafWorkWatch(leaves)
+        with watch.watching(), work.watching():
             yield
-        self._can_wait = {id(leaf): leaf for leaf in watch.can_wait()}
+        self._can_wait, self._leaf_work = {id(leaf): leaf for leaf in watch.can_wait()}, work.found
 
     def learn(self, before: Before, observation: Observation) -> None:
         """Tell the kinds apart by what was there before and after an eager run, and by what it used."""
@@ -194,14 +204,25 @@ class StepGradients:
             self._adopted.make_homes(self._made_anew().values())
 
     @contextmanager
-    def gathered(self) -> Iterator[None]:
-        """In the captured function, around the step: add gradients together where they can wait."""
+    def gathered(self, branch: Branch | None) -> Iterator[None]:
+        """In the captured function, around the step: add gradients together where they can wait.
+
+        Args:
+            branch: of the capture.
+        """
         waiting = (leaf for leaf, gradient in self._before if gradient is not None and id(leaf) in self._can_wait)
-        gathered = GatheredGradients(leaf for leaf in waiting if not hasattr(leaf, "main_grad"))
+
+        def may_take(leaf: Tensor) -> bool:
+            return leaf.grad is None or gathered.takes(leaf)
+
+        gathered = GatheredGradients(
+            (leaf for leaf in waiting if not hasattr(leaf, "main_grad")),
+            branch=None if branch is None or not self._gathers else GradientBranch(branch, self._leaf_work, may_take),
+        )
         with gathered.taken():
             yield
         if gathered.went_wrong:
-            self._can_wait, self._gathers = {}, False
+            self._can_wait, self._leaf_work, self._gathers = {}, {}, False
             raise NotGatheredError("gradients cannot wait until the end of the backward pass", where=self._where)
 
     def collect(self) -> None:

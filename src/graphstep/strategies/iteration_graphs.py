@@ -434,12 +434,13 @@ class IterationGraphs:
         """Capture, twice if the first time shows that gradients are made anew in the step."""
 
         def run() -> tuple[list[Tensor], Node | Value]:
-            with iteration.gradients.gathered():
+            with iteration.gradients.gathered(branch):
                 result = step.function(iteration.static.arguments)
             iteration.gradients.collect()
             return flatten(result)
 
         while True:
+            branch = self._session.engine.branch() if iteration.gradients.wants_branch else None
             iteration.gradients.ready(leaves, where, is_alone=not self._session.has_recordings)
             try:
                 untimed = torch_private.no_data_parallel_timings(self._all_modules(step))

@@ -1,0 +1,263 @@
+"""Products and sums whose results are gradients of parameters, on a branch of the captured backward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
+from types import MappingProxyType
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import Node, get_gradient_edge
+
+from graphstep.engine import torch_private
+from graphstep.engine.branch import Branch
+from graphstep.engine.compiler import DispatchMode
+from graphstep.engine.tape_ops import tensors_in
+
+_aten: Final = torch.ops.aten
+_OUT_VARIANTS: Final[Mapping[Any, Any]] = MappingProxyType(
+    {_aten.mm.default: _aten.mm.out, _aten.sum.dim_IntList: _aten.sum.IntList_out}
+)
+"""What goes to the branch, and how it is called there: with memory of the first stream, which others give back to."""
+_MAKERS: Final = frozenset({"AddmmBackward0", "MmBackward0", "AddBackward0", "ExpandBackward0"})
+"""Nodes of autograd's own whose gradients are products and sums."""
+_VIEWS: Final = frozenset({"TBackward0", "TransposeBackward0", "ViewBackward0", "UnsafeViewBackward0"})
+_LONGEST_PATH: Final = 4
+
+
+@dataclass(frozen=True, slots=True)
+class LeafWork:
+    """One call whose result was the gradient of a leaf, and nothing else."""
+
+    leaf: Tensor
+    operation: Any
+    result: _Shape
+
+
+@dataclass(frozen=True, slots=True)
+class _Shape:
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class LeafWorkWatch:
+    """Sees in an eager run which products and sums of its backward passes only serve the gradients of leaves.
+
+    Args:
+        leaves: those to look for.
+    """
+
+    def __init__(self, leaves: Iterable[Tensor]) -> None:
+        self._leaves = [leaf for leaf in leaves if leaf.requires_grad]
+        self._number = 0
+        self._open: dict[int, tuple[int, torch_private.WeakStorage, Any, _Shape]] = {}
+        """By storage: results that nothing has read."""
+        self.found: dict[int, LeafWork] = {}
+        """By the number of the call among those of its kind."""
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """The body is the run."""
+        with ExitStack() as hooks:
+            for leaf, node in nodes_of(self._leaves):
+                hooks.callback(node.register_prehook(partial(self._come, leaf)).remove)
+            with _Calls(self._call):
+                yield
+        self._open.clear()
+
+    def _call(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        if not func.is_view:
+            for tensor in tensors_in([*args, *kwargs.values()]):
+                if torch_private.has_plain_memory(tensor):
+                    self._open.pop(torch_private.storage_key(tensor), None)
+        result = func(*args, **kwargs)
+        if is_candidate(func):
+            number, self._number = self._number, self._number + 1
+            if type(result) is Tensor and torch_private.has_plain_memory(result):
+                shape = _Shape(tuple(result.size()), result.stride(), result.dtype)
+                self._open[torch_private.storage_key(result)] = number, torch_private.WeakStorage(result), func, shape
+        return result
+
+    def _come(self, leaf: Tensor, gradients: tuple[Tensor | None, ...]) -> None:
+        gradient = gradients[0]
+        if gradient is None or type(gradient) is not Tensor or not torch_private.has_plain_memory(gradient):
+            return
+        made = self._open.pop(torch_private.storage_key(gradient), None)
+        if made is not None and not made[1].is_gone():
+            number, _, func, shape = made
+            self.found[number] = LeafWork(leaf, func, shape)
+
+
+class GradientBranch:
+    """Puts such work on a branch while a backward pass is captured.
+
+    What the branch does is after all that was issued before it. What is issued meanwhile is looked at: before an
+    operation that would read what the branch writes, or write what the branch works with, the branch is joined. So it
+    is at the end of the pass. The arithmetic is the same.
+
+    Args:
+        branch: of the capture.
+        work: as :class:`LeafWorkWatch` has found it.
+        may_take: whether the gradient of a leaf may come later than it would.
+    """
+
+    def __init__(self, branch: Branch, work: Mapping[int, LeafWork], may_take: Callable[[Tensor], bool]) -> None:
+        self._branch, self._work, self._may_take = branch, work, may_take
+        self._number = 0
+        self._uses: list[_Use] = []
+        """Of what is pending, the latest last."""
+        self._open_passes: set[int] = set()
+        self._is_own = False
+        self.num_taken = 0
+        """Calls that went to the branch."""
+
+    @contextmanager
+    def beside(self) -> Iterator[None]:
+        """In the body backward passes use the branch. Those that begin in it end in it."""
+        try:
+            with _Calls(self._call):
+                yield
+        except BaseException:
+            with suppress(RuntimeError):  # So that the capture can be ended. It may have failed already.
+                self.join()
+            raise
+        self.join()
+
+    @property
+    def is_here(self) -> bool:
+        """True where work is issued that the branch can run beside."""
+        return self._branch.is_here
+
+    def run(self, work: Callable[[], None], *, reads: Sequence[Tensor], writes: Sequence[Tensor]) -> None:
+        """Do work on the branch: in a backward pass, after all that was issued."""
+        number = torch_private.backward_pass()
+        if number is not None and number not in self._open_passes:
+            self._open_passes.add(number)
+            torch_private.after_backward_pass(partial(self._end, number))
+        use = _Use([extent_of(tensor) for tensor in reads], [extent_of(tensor) for tensor in writes])
+        # Storages of what is written, and not the tensors: autograd looks at who holds those.
+        keep = (*reads, *(tensor.untyped_storage() for tensor in writes))
+        self._is_own, was_own = True, self._is_own
+        try:
+            self._branch.run(work, keep)
+        finally:
+            self._is_own = was_own
+        self._uses = [*self._uses, use][-self._branch.num_pending :]
+
+    def join(self) -> None:
+        """What is issued next waits for the branch."""
+        self._branch.join()
+        self._uses = []
+
+    def _end(self, number: int) -> None:
+        self._open_passes.discard(number)
+        self.join()
+
+    def _call(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        if self._is_own:
+            return func(*args, **kwargs)
+        if is_candidate(func):
+            number, self._number = self._number, self._number + 1
+            work = self._work.get(number)
+            if work is not None and self._fits(work, func, args):
+                return self._beside(work, func, args, kwargs)
+        if self._uses and not func.is_view and self._would_meet(func, args, kwargs):
+            self.join()
+        return func(*args, **kwargs)
+
+    def _fits(self, work: LeafWork, func: Any, args: Sequence[Any]) -> bool:
+        leaf, node = work.leaf, torch_private.current_node()
+        if func is not work.operation or node is None or type(node).__name__ not in _MAKERS:
+            return False
+        tensors = list(tensors_in(list(args)))
+        is_plain = all(type(t) is Tensor and t.device == leaf.device and not t.is_conj() for t in tensors)
+        is_quiet = not leaf._backward_hooks and not torch_private.post_accumulate_hooks(leaf)
+        return is_plain and is_quiet and self._branch.is_here and self._may_take(leaf) and _leads_to(node, leaf)
+
+    def _beside(self, work: LeafWork, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
+        self.num_taken += 1
+        reads = list(tensors_in(list(args)))
+        if self._uses and any(use.is_written(extent_of(tensor)) for use in self._uses for tensor in reads):
+            self.join()  # Work of the branch is in order itself; this is for what it holds.
+        shape = work.result
+        result = torch.empty_strided(shape.size, shape.stride, dtype=shape.dtype, device=reads[0].device)
+        self.run(partial(_OUT_VARIANTS[func], *args, **kwargs, out=result), reads=reads, writes=[result])
+        return result
+
+    def _would_meet(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+        writes = func._schema.is_mutable
+        for tensor in tensors_in([*args, *kwargs.values()]):
+            if torch_private.has_plain_memory(tensor):
+                extent = extent_of(tensor)
+                if any(use.is_written(extent) or (writes and use.is_read(extent)) for use in self._uses):
+                    return True
+        return False
+
+
+Extent = tuple[int, int]
+"""The first byte of some memory, and the one behind its last."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Use:
+    """What a piece of work reads and writes."""
+
+    reads: Sequence[Extent]
+    writes: Sequence[Extent]
+
+    def is_read(self, extent: Extent) -> bool:
+        return any(first < extent[1] and extent[0] < last for first, last in self.reads)
+
+    def is_written(self, extent: Extent) -> bool:
+        return any(first < extent[1] and extent[0] < last for first, last in self.writes)
+
+
+class _Calls(DispatchMode):
+    """Lets somebody make the calls of all operations."""
+
+    def __init__(self, call: Callable[[Any, Sequence[Any], Mapping[str, Any]], Any]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._call = call
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch_private.unwraps_itself(types):
+            return NotImplemented
+        return self._call(func, args, kwargs or {})
+
+
+def is_candidate(func: Any) -> bool:
+    """Is this a call that may go to the branch, here: in a backward pass that is not differentiated itself?"""
+    is_one = func in _OUT_VARIANTS and not torch.is_grad_enabled()
+    return is_one and torch_private.backward_pass() is not None
+
+
+def nodes_of(leaves: Iterable[Tensor]) -> list[tuple[Tensor, Node]]:
+    """What adds gradients to these leaves. In inference mode there is no such thing, and nothing to add."""
+    return [] if torch.is_inference_mode_enabled() else [(leaf, get_gradient_edge(leaf).node) for leaf in leaves]
+
+
+def extent_of(tensor: Tensor) -> Extent:
+    """The first byte of a tensor, and the one behind its last."""
+    begin = tensor.data_ptr()
+    if tensor.numel() == 0:
+        return begin, begin
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return begin, begin + (last + 1) * tensor.element_size()
+
+
+def _leads_to(node: Any, leaf: Tensor) -> bool:
+    """Whether a gradient of this node goes to a leaf, through views at most, so that nobody else sees it."""
+    return any(getattr(_past_views(following), "variable", None) is leaf for following, _ in node.next_functions)
+
+
+def _past_views(node: Any) -> Any:
+    for _ in range(_LONGEST_PATH):
+        if node is None or type(node).__name__ not in _VIEWS:
+            break
+        node = node.next_functions[0][0]
+    return node

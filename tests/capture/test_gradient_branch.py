@@ -1,0 +1,236 @@
+"""Gradients that are computed and added on a branch equal those of eager execution, whatever is issued beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from tests.capture.late_branch import LateBranch, fresh_memory_is_poison
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+from graphstep.capture.gathered_gradients import GatheredGradients, GradientWatch
+from graphstep.capture.gradient_branch import GradientBranch, LeafWorkWatch
+
+HIDDEN = 6
+Run = Callable[[nn.Module], None]
+
+
+class Model(nn.Module):
+    """Linear layers with and without biases, a weight that is used twice, and one that is tied."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(9, HIDDEN, dtype=dtype)
+        self.layers = nn.ModuleList(
+            nn.Sequential(
+                nn.Linear(HIDDEN, 2 * HIDDEN, dtype=dtype),
+                nn.GELU(),
+                nn.Linear(2 * HIDDEN, HIDDEN, bias=False, dtype=dtype),
+                nn.LayerNorm(HIDDEN, dtype=dtype),
+            )
+            for _ in range(3)
+        )
+        self.twice = nn.Linear(HIDDEN, HIDDEN, dtype=dtype)
+        self.shift = nn.Parameter(torch.zeros(HIDDEN, dtype=dtype))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.twice(self.embedding(tokens)) + self.shift
+        for layer in self.layers:
+            x = x + layer(x)
+        x = self.twice(x)
+        return functional.cross_entropy((x @ self.embedding.weight.t()).flatten(0, 1).float(), tokens.flatten())
+
+
+def tokens(number: int, model: nn.Module) -> Tensor:
+    drawn = torch.randint(9, (2, 5), generator=torch.Generator().manual_seed(number))
+    return drawn.to(next(model.parameters()).device)
+
+
+def once(model: nn.Module) -> None:
+    model(tokens(0, model)).backward()
+
+
+def twice(model: nn.Module) -> None:
+    for number in range(2):
+        (model(tokens(number, model)) * 0.3).backward()
+
+
+def graph_kept(model: nn.Module) -> None:
+    loss = model(tokens(0, model))
+    loss.backward(retain_graph=True)
+    (loss * 2).backward()
+
+
+def differentiated_gradients(model: nn.Module) -> None:
+    found = torch.autograd.grad(model(tokens(0, model)), list(model.parameters()), create_graph=True)
+    sum(each.square().sum() for each in found).backward()  # type: ignore[union-attr]
+
+
+def gradients_asked_for(model: nn.Module) -> None:
+    loss = model(tokens(0, model))
+    found = torch.autograd.grad(loss, [model.layers[1][0].weight, model.shift])
+    (model.layers[0][0].weight * found[0].sum() + found[1].sum()).sum().backward()
+
+
+def recomputed(model: nn.Module) -> None:
+    for reentrant in (True, False):
+        x = model.embedding(tokens(0, model))
+        for layer in model.layers:
+            x = checkpoint(layer, x, use_reentrant=reentrant)
+        x.square().sum().backward()
+
+
+def chosen_inputs(model: nn.Module) -> None:
+    loss = model(tokens(0, model))
+    loss.backward(inputs=[model.shift, model.layers[1][0].weight, model.layers[2][0].bias])
+
+
+def hooks_that_look(model: nn.Module) -> None:
+    """In the middle of the pass: at gradients of the last layer, and at what a product works with."""
+    last = model.layers[2][0]
+
+    def look(gradient: Tensor) -> Tensor:
+        if last.weight.grad is not None:
+            model.shift.data.add_(last.weight.grad.sum() * 0.01)
+        return gradient * 1.5
+
+    x = model.embedding(tokens(0, model))
+    for number, layer in enumerate(model.layers):
+        x = layer(x)
+        if number == 1:
+            x.register_hook(look)
+    x.square().sum().backward()
+
+
+class _Scales(torch.autograd.Function):
+    """Overwrites the gradient that it is given, which the product of the layer after it works with."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        return gradient.mul_(0.5)
+
+
+def inputs_overwritten(model: nn.Module) -> None:
+    """What a product reads is changed right after it was issued."""
+    wide = model.embedding(tokens(0, model)).repeat(1, 1, 2)
+    scaled = _Scales.apply(model.layers[0][2](wide))
+    (scaled + model.layers[1][2](wide)).square().sum().backward()
+
+
+def weights_written(model: nn.Module) -> None:
+    """A hook of the first layer steps the last one with its gradient."""
+
+    def step(_: Tensor) -> None:
+        with torch.no_grad():
+            for parameter in model.layers[2].parameters():
+                if parameter.grad is not None:
+                    parameter.sub_(parameter.grad, alpha=0.1)
+                    parameter.grad.zero_()
+
+    x = model.embedding(tokens(0, model))
+    x.register_hook(step)
+    for layer in model.layers:
+        x = layer(x)
+    x.square().sum().backward()
+
+
+def _trebled(parameter: Tensor) -> None:
+    assert parameter.grad is not None
+    parameter.grad.mul_(3)
+
+
+def hooks_of_parameters(model: nn.Module) -> None:
+    handles = [
+        model.layers[0][0].weight.register_hook(lambda g: g * 2),
+        model.layers[1][0].bias.register_post_accumulate_grad_hook(_trebled),
+    ]
+    once(model)
+    for handle in handles:
+        handle.remove()
+
+
+RUNS = [
+    *(once, twice, graph_kept, differentiated_gradients, gradients_asked_for, recomputed, chosen_inputs),
+    *(hooks_that_look, inputs_overwritten, weights_written, hooks_of_parameters),
+]
+
+
+def built(device: torch.device, dtype: torch.dtype = torch.float32, *, kind: str = "one each") -> Model:
+    """A model with gradients: none, one each, all in one buffer, or some of them."""
+    torch.manual_seed(0)
+    model = Model(dtype).to(device)
+    parameters = list(model.parameters())
+    buffer = torch.randn(sum(p.numel() for p in parameters)).to(device, dtype)
+    for number, (parameter, part) in enumerate(
+        zip(parameters, buffer.split([p.numel() for p in parameters]), strict=True)
+    ):
+        if kind != "none" and (kind != "some" or number % 3):
+            parameter.grad = part.view_as(parameter) if kind == "flat" else part.view_as(parameter).clone()
+    return model
+
+
+def state(model: nn.Module) -> list[Tensor | None]:
+    grads = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+    return [*grads, *(p.detach().clone() for p in model.parameters())]
+
+
+def assert_same(left: list[Tensor | None], right: list[Tensor | None]) -> None:
+    for mine, theirs in zip(left, right, strict=True):
+        assert (mine is None) is (theirs is None)
+        if mine is not None and theirs is not None:
+            assert torch.equal(mine.view(torch.uint8), theirs.view(torch.uint8)), "bit for bit"
+
+
+def watched(model: nn.Module, run: Run) -> tuple[GradientWatch, LeafWorkWatch]:
+    watch, work = GradientWatch(model.parameters()), LeafWorkWatch(model.parameters())
+    with watch.watching(), work.watching():
+        run(model)
+    return watch, work
+
+
+@pytest.fixture(autouse=True)
+def _poison() -> Iterator[None]:
+    with fresh_memory_is_poison():
+        yield
+
+
+def on_a_branch(
+    model: Model, run: Run, device: torch.device, dtype: torch.dtype, kind: str, *, most_pending: int = 8
+) -> tuple[GradientBranch, LateBranch, GatheredGradients]:
+    """Watch a model of the same kind, then run this one with all that can wait on a late branch."""
+    seen = built(device, dtype, kind=kind)
+    watch, work = watched(seen, run)
+    twins = {id(a): b for a, b in zip(seen.parameters(), model.parameters(), strict=True)}
+    found = {n: type(w)(twins[id(w.leaf)], w.operation, w.result) for n, w in work.found.items()}
+    can_wait = [twins[id(leaf)] for leaf in watch.can_wait()]
+    late = LateBranch(most_pending=most_pending)
+    branch = GradientBranch(late, found, lambda leaf: leaf.grad is None or gathered.takes(leaf))
+    gathered = GatheredGradients((leaf for leaf in can_wait if leaf.grad is not None), branch=branch)
+    with gathered.taken():
+        run(model)
+    assert late.num_pending == 0
+    return branch, late, gathered
+
+
+@pytest.mark.parametrize("most_pending", [1, 8, 1000])
+@pytest.mark.parametrize("kind", ["none", "one each", "flat", "some"])
+@pytest.mark.parametrize("run", RUNS, ids=lambda run: run.__name__)
+def test_results_are_those_of_autograd(run: Run, kind: str, most_pending: int, device: torch.device) -> None:
+    dtype = torch.float32
+    plain, model = built(device, dtype, kind=kind), built(device, dtype, kind=kind)
+    run(plain)
+    branch, late, gathered = on_a_branch(model, run, device, dtype, kind, most_pending=most_pending)
+    assert not gathered.went_wrong
+    assert_same(state(model), state(plain))
+    if run is once:
+        # The weights and biases of the layers, and the shift; what is used twice or tied is added up first.
+        assert branch.num_taken == 10
+        assert late.num_done >= 10
