@@ -309,7 +309,8 @@ class CudaEngine:
             stream = self._branch_stream
             if stream is not None:
                 with torch.cuda.stream(stream):
-                    self._marks.append(cuda_workspaces.take(cuda_workspaces.pool_of(stream), self._device))
+                    pool = cuda_workspaces.pool_of(stream)
+                    self._marks.append(cuda_workspaces.take(pool, self._device, only_backward=True))
         torch.cuda.synchronize(self._device)
 
     def branch(self) -> StreamBranch:

@@ -51,10 +51,15 @@ def stream_for_captures(first: torch.cuda.Stream) -> torch.cuda.Stream:
     return next((stream for stream in free if stream.cuda_stream in left), next(iter(free), first))
 
 
-def take(pool: Any, device: torch.device) -> Tensor:
+def take(pool: Any, device: torch.device, *, only_backward: bool = False) -> Tensor:
     """Have the libraries take the workspaces of the current stream from a pool, unless they have some.
 
     Nothing else comes to lie there but a mark. The pool stays in use for good.
+
+    Args:
+        pool: its name.
+        device: of the stream.
+        only_backward: only those of the thread that backward passes run in; where that is not the caller's.
 
     Returns:
         The mark: as long as it lives, the pool belongs to its owner.
@@ -63,7 +68,7 @@ def take(pool: Any, device: torch.device) -> Tensor:
     leaf = torch.zeros(1, device=device, requires_grad=True)
     ones = torch.ones_like(leaf)
     with torch.enable_grad(), stream_allocating_in(pool, device):
-        torch.autograd.grad(_multiplied(leaf, factors), leaf, ones)
+        torch.autograd.grad(_multiplied(leaf, factors, only_backward), leaf, ones)
         return torch.empty(1, device=device)
 
 
@@ -90,18 +95,19 @@ class _Multiplied(torch.autograd.Function):
     """Multiplies in the thread of the caller, and in that of the backward pass, which has handles of its own."""
 
     @staticmethod
-    def forward(ctx: Any, leaf: Tensor, factors: Sequence[_Factors]) -> Tensor:
+    def forward(ctx: Any, leaf: Tensor, factors: Sequence[_Factors], only_backward: bool) -> Tensor:
         ctx.factors = factors
-        for each in factors:
-            each.multiply()
+        if not only_backward:
+            for each in factors:
+                each.multiply()
         return leaf.view_as(leaf)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
         for each in ctx.factors:
             each.result.zero_()  # A thread without a context gets one by a kernel; cuBLAS would warn.
             each.multiply()
-        return gradients[0], None
+        return gradients[0], None, None
 
 
 _multiplied: Final = apply_of(_Multiplied)
