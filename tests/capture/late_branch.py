@@ -15,11 +15,13 @@ class LateBranch:
     """Work waits until somebody waits for it. What reads its results before sees memory without content."""
 
     is_here = True
+    width = 4
 
     def __init__(self, *, most_pending: int = 8) -> None:
         self._waiting: deque[Callable[[], Any]] = deque()
         self._most_pending = most_pending
         self.num_done = 0
+        self.num_spread = 0
 
     @property
     def num_pending(self) -> int:
@@ -33,6 +35,12 @@ class LateBranch:
     def join(self) -> None:
         while self._waiting:
             self._do()
+
+    def spread(self, works: Sequence[Callable[[], object]]) -> None:
+        assert not self._waiting, "what is spread does not wait for the branch"
+        for work in reversed(works):
+            work()
+        self.num_spread += 1
 
     def _do(self) -> None:
         work = self._waiting.popleft()

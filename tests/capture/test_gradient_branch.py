@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from graphstep.capture.gathered_gradients import GatheredGradients, GradientWatch
 from graphstep.capture.gradient_branch import GradientBranch, LeafWorkWatch
+from graphstep.engine.torch_private import storage_key
 
 HIDDEN = 6
 Run = Callable[[nn.Module], None]
@@ -157,9 +159,35 @@ def hooks_of_parameters(model: nn.Module) -> None:
         handle.remove()
 
 
+def whole_step(model: nn.Module) -> None:
+    """Zeroing in place, two passes, clipping, and a fused optimizer."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
+    optimizer.zero_grad(set_to_none=False)
+    twice(model)
+    nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=False)
+    once(model)
+
+
+def zeroed_and_read(model: nn.Module) -> None:
+    """Gradients that are read after they are zeroed, outside of a pass, and zeroed again in the middle of one."""
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            parameter.grad.zero_()
+            model.shift.data.add_(parameter.grad.sum() + 0.5)
+    x = model.embedding(tokens(0, model))
+    for number, layer in enumerate(model.layers):
+        x = layer(x)
+        if number == 1:
+            x.register_hook(lambda _: model.zero_grad(set_to_none=False))
+    x.square().sum().backward()
+
+
 RUNS = [
     *(once, twice, graph_kept, differentiated_gradients, gradients_asked_for, recomputed, chosen_inputs),
     *(hooks_that_look, inputs_overwritten, weights_written, hooks_of_parameters),
+    *(whole_step, zeroed_and_read),
 ]
 
 
@@ -212,7 +240,12 @@ def on_a_branch(
     found = {n: type(w)(twins[id(w.leaf)], w.operation, w.result) for n, w in work.found.items()}
     can_wait = [twins[id(leaf)] for leaf in watch.can_wait()]
     late = LateBranch(most_pending=most_pending)
-    branch = GradientBranch(late, found, lambda leaf: leaf.grad is None or gathered.takes(leaf))
+    waiting = {id(leaf) for leaf in can_wait}
+    homes = [(id(p) in waiting, storage_key(p.grad)) for p in model.parameters() if p.grad is not None]
+    keys = {key for can, key in homes if can} - {key for can, key in homes if not can}
+    branch = GradientBranch(
+        late, found, lambda leaf: leaf.grad is None or gathered.takes(leaf), lambda t: storage_key(t) in keys
+    )
     gathered = GatheredGradients((leaf for leaf in can_wait if leaf.grad is not None), branch=branch)
     with gathered.taken():
         run(model)
@@ -234,3 +267,27 @@ def test_results_are_those_of_autograd(run: Run, kind: str, most_pending: int, d
         # The weights and biases of the layers, and the shift; what is used twice or tied is added up first.
         assert branch.num_taken == 10
         assert late.num_done >= 10
+    if run is whole_step and kind in ("one each", "flat"):
+        assert late.num_done > 2 * 10, "zeroing is there too"
+
+
+def many(number: int, device: torch.device) -> list[nn.Parameter]:
+    sizes = [1 + 977 * i % 5000 for i in range(number)]
+    drawn = torch.Generator().manual_seed(3)
+    return [nn.Parameter(torch.randn(size, generator=drawn).to(device)) for size in sizes]
+
+
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD])
+def test_fused_steps_are_done_side_by_side(kind: type[torch.optim.Optimizer], device: torch.device) -> None:
+    both = [many(100, device) for _ in range(2)]
+    late = LateBranch()
+    for index, parameters in enumerate(both):
+        optimizer = kind(parameters, lr=0.01, weight_decay=0.1, fused=True)  # type: ignore[call-arg]
+        for step in range(3):
+            drawn = torch.Generator().manual_seed(step)
+            for parameter in parameters:
+                parameter.grad = torch.randn(parameter.shape, generator=drawn).to(device)
+            with GradientBranch(late, {}, lambda _: False).beside() if index else nullcontext():
+                optimizer.step()
+    assert all(map(torch.equal, *both))
+    assert late.num_spread == 3

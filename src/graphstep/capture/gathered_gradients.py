@@ -18,9 +18,6 @@ from graphstep.engine.tape_ops import tensors_in
 _LEAST_BYTES, _MOST_BYTES, _PART = 2**20, 32 * 2**20, 16
 """Gradients that wait: a sixteenth of all, but no more than a few large ones, as their memory is in use so long."""
 
-_LARGE = 5 * 2**20
-"""Bytes of a gradient from which a kernel of its own is as fast (measured on an H200)."""
-
 
 class GatheredGradients:
     """Adds gradients to where they live in groups, while a backward pass is captured.
@@ -214,15 +211,12 @@ class _EachCall(DispatchMode):
 
 @torch.no_grad()
 def _add_to(homes: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
-    """Small ones together. A large one is as fast by itself."""
+    """Large ones too: a kernel for many takes few of the GPU's processors, and leaves the others to the pass."""
     together: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
     for home, gradient in zip(homes, gradients, strict=True):
-        if home.nbytes > _LARGE:
-            home.add_(gradient)
-        else:
-            left, right = together.setdefault(home.dtype, ([], []))
-            left.append(home)
-            right.append(gradient)
+        left, right = together.setdefault(home.dtype, ([], []))
+        left.append(home)
+        right.append(gradient)
     for left, right in together.values():
         torch._foreach_add_(left, right)
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node, get_gradient_edge
 
+from graphstep.capture.optimizer_parts import parts_of
 from graphstep.engine import torch_private
 from graphstep.engine.branch import Branch
 from graphstep.engine.compiler import DispatchMode
@@ -23,6 +24,7 @@ _OUT_VARIANTS: Final[Mapping[Any, Any]] = MappingProxyType(
     {_aten.mm.default: _aten.mm.out, _aten.sum.dim_IntList: _aten.sum.IntList_out}
 )
 """What goes to the branch, and how it is called there: with memory of the first stream, which others give back to."""
+_ZEROING: Final = frozenset({_aten.zero_.default, _aten._foreach_zero_.default})
 _MAKERS: Final = frozenset({"AddmmBackward0", "MmBackward0", "AddBackward0", "ExpandBackward0"})
 """Nodes of autograd's own whose gradients are products and sums."""
 _VIEWS: Final = frozenset({"TBackward0", "TransposeBackward0", "ViewBackward0", "UnsafeViewBackward0"})
@@ -104,10 +106,19 @@ class GradientBranch:
         branch: of the capture.
         work: as :class:`LeafWorkWatch` has found it.
         may_take: whether the gradient of a leaf may come later than it would.
+        may_zero: whether some memory has nothing but gradients that only autograd adds to, so that it can be zeroed on
+            the branch as well, until the next backward pass begins.
     """
 
-    def __init__(self, branch: Branch, work: Mapping[int, LeafWork], may_take: Callable[[Tensor], bool]) -> None:
-        self._branch, self._work, self._may_take = branch, work, may_take
+    def __init__(
+        self,
+        branch: Branch,
+        work: Mapping[int, LeafWork],
+        may_take: Callable[[Tensor], bool],
+        may_zero: Callable[[Tensor], bool] = lambda _: False,
+    ) -> None:
+        self._branch, self._work, self._may_take, self._may_zero = branch, work, may_take, may_zero
+        self._is_zeroing = False
         self._number = 0
         self._uses: list[_Use] = []
         """Of what is pending, the latest last."""
@@ -152,7 +163,7 @@ class GradientBranch:
     def join(self) -> None:
         """What is issued next waits for the branch."""
         self._branch.join()
-        self._uses = []
+        self._uses, self._is_zeroing = [], False
 
     def _end(self, number: int) -> None:
         self._open_passes.discard(number)
@@ -166,8 +177,19 @@ class GradientBranch:
             work = self._work.get(number)
             if work is not None and self._fits(work, func, args):
                 return self._beside(work, func, args, kwargs)
-        if self._uses and not func.is_view and self._would_meet(func, args, kwargs):
+        is_in_pass = torch_private.backward_pass() is not None
+        must_wait = (is_in_pass and self._is_zeroing) or self._would_meet(func, args, kwargs)
+        if must_wait and not func.is_view:
             self.join()
+        if not is_in_pass and self._branch.is_here:
+            if func in _ZEROING and not kwargs and all(map(self._may_zero, tensors_in(list(args)))):
+                self._is_zeroing = True
+                self.run(partial(func, *args), reads=(), writes=list(tensors_in(list(args))))
+                return args[0] if func._schema.returns else None
+            parts = parts_of(func, args, self._branch.width)
+            if len(parts) > 1:
+                self._branch.spread([partial(func, *part, **kwargs) for part in parts])
+                return None
         return func(*args, **kwargs)
 
     def _fits(self, work: LeafWork, func: Any, args: Sequence[Any]) -> bool:
@@ -190,6 +212,8 @@ class GradientBranch:
         return result
 
     def _would_meet(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+        if not self._uses:
+            return False
         writes = func._schema.is_mutable
         for tensor in tensors_in([*args, *kwargs.values()]):
             if torch_private.has_plain_memory(tensor):

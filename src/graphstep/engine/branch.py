@@ -36,6 +36,13 @@ class Branch(Protocol):
     def join(self) -> None:
         """What comes next waits for all of the branch: here, and where the branch forks from."""
 
+    @property
+    def width(self) -> int:
+        """Pieces of work that :meth:`spread` does side by side."""
+
+    def spread(self, works: Sequence[Callable[[], object]]) -> None:
+        """Do pieces of work that do not depend on each other side by side; what comes next waits for all of them."""
+
 
 class StreamBranch:
     """A branch on a CUDA stream.
@@ -43,10 +50,13 @@ class StreamBranch:
     Args:
         stream: of the branch.
         beside: the stream that it forks from and joins.
+        others: more streams, to spread work on.
     """
 
-    def __init__(self, stream: torch.cuda.Stream, beside: torch.cuda.Stream) -> None:
-        self._stream, self._beside = stream, beside
+    def __init__(
+        self, stream: torch.cuda.Stream, beside: torch.cuda.Stream, others: Sequence[torch.cuda.Stream] = ()
+    ) -> None:
+        self._stream, self._beside, self._others = stream, beside, others
         self._pending: deque[tuple[torch.cuda.Event, Sequence[object]]] = deque()
 
     @property
@@ -79,3 +89,20 @@ class StreamBranch:
         for stream in {self._beside, torch.cuda.current_stream(self._beside.device)}:
             stream.wait_event(done)
         self._pending.clear()
+
+    @property
+    def width(self) -> int:
+        """See :class:`Branch`."""
+        return 2 + len(self._others)
+
+    def spread(self, works: Sequence[Callable[[], object]]) -> None:
+        """See :class:`Branch`."""
+        streams = (self._beside, self._stream, *self._others)
+        used = streams[1 : len(works)]
+        for stream in used:
+            stream.wait_stream(self._beside)
+        for number, work in enumerate(works):
+            with torch.cuda.stream(streams[number % len(streams)]):
+                work()
+        for stream in used:
+            self._beside.wait_stream(stream)

@@ -23,10 +23,14 @@ from graphstep.engine.ambient import casts_forgotten, collection_held
 from graphstep.engine.branch import StreamBranch
 from graphstep.engine.cuda_driver import capturing_node_count, restart_capture
 from graphstep.engine.cuda_memory import pool_segments
+from graphstep.engine.cuda_memsets import memset_kernels
 from graphstep.engine.user_frame import user_line_of
 from graphstep.errors import CaptureError, ConfigError, GraphstepError, LifecycleError, Problem
 
 T = TypeVar("T")
+
+_BRANCHES = 3
+"""Streams beside that of a capture, for functions that want them."""
 
 
 class CudaRecording:
@@ -136,6 +140,8 @@ class CudaEngine:
         self._marks: list[Tensor] = []
         """In the pools of the workspaces, which are for other engines when these are gone."""
         self._branch_stream: torch.cuda.Stream | None = None
+        self._other_streams: tuple[torch.cuda.Stream, ...] = ()
+        self._memset_kernels = memset_kernels(self._device)
         self._is_closed = False
         if not torch.cuda.is_current_stream_capturing():
             kernel_switches.settle_attention_order(self._device)
@@ -212,7 +218,8 @@ class CudaEngine:
     ) -> CudaRecording:
         named = [generator for generator in generators if generator.device.type == "cuda"]
         rollback = [(g, g.clone_state()) for g in (torch.cuda.default_generators[self._device.index], *named)]
-        graph = torch.cuda.CUDAGraph()
+        # Kept by torch until it is instantiated, so that it can be changed before.
+        graph = torch.cuda.CUDAGraph(keep_graph=True) if self._memset_kernels is not None else torch.cuda.CUDAGraph()
         for generator in named:
             graph.register_generator_state(generator)
         self._capturing_thread = threading.get_ident()
@@ -255,6 +262,14 @@ class CudaEngine:
             del result
             self._abandon(graph, lane, has_ended=True)
             raise _explain(error) from error
+        if self._memset_kernels is not None:
+            try:
+                self._memset_kernels.replace_in(graph.raw_cuda_graph())
+                graph.instantiate()
+            except RuntimeError as error:
+                del result
+                graph.reset()
+                raise _explain(error) from error
         return result, num_nodes
 
     def _abandon(self, graph: torch.cuda.CUDAGraph, lane: Hashable, *, has_ended: bool = False) -> None:
@@ -318,11 +333,13 @@ class CudaEngine:
         if self._branch_stream is None:
             if self.workspace_pool is None:
                 self._prime()
-            streams = [torch.cuda.Stream(self._device) for _ in range(2)]
-            other = next(stream for stream in streams if stream != self._stream)
-            self._branch_stream = cuda_workspaces.stream_for_captures(other)
+            streams = [torch.cuda.Stream(self._device) for _ in range(_BRANCHES + 2)]
+            first = next(stream for stream in streams if stream != self._stream)
+            branch = self._branch_stream = cuda_workspaces.stream_for_captures(first)
+            others = [stream for stream in streams if stream not in (self._stream, branch)]
+            self._other_streams = tuple(others[: _BRANCHES - 1])
             self._take_workspaces()
-        return StreamBranch(self._branch_stream, self._stream)
+        return StreamBranch(self._branch_stream, self._stream, self._other_streams)
 
     def _open_lane(self) -> _Lane:
         """A new pool, and a graph in it: the allocator gives up a pool that no graph uses, and refuses its name."""
@@ -412,6 +429,8 @@ class CudaEngine:
             lane.anchor.reset()
         self._lanes.clear()
         self._spoilt.clear()
+        if self._memset_kernels is not None:
+            self._memset_kernels.close()
         self._marks.clear()
 
 

@@ -11,7 +11,8 @@ _THREAD_LOCAL = 1
 """``CU_STREAM_CAPTURE_MODE_THREAD_LOCAL``."""
 
 
-def _driver() -> Any:
+def driver() -> Any:
+    """The library of the driver, or ``None``."""
     try:
         return ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -20,9 +21,9 @@ def _driver() -> Any:
 
 def capturing_node_count(stream: torch.cuda.Stream) -> int | None:
     """Nodes captured so far on a capturing stream, or ``None`` where the driver does not tell."""
-    driver = _driver()
-    capture_info = getattr(driver, "cuStreamGetCaptureInfo_v2", None)
-    graph_nodes = getattr(driver, "cuGraphGetNodes", None)
+    library = driver()
+    capture_info = getattr(library, "cuStreamGetCaptureInfo_v2", None)
+    graph_nodes = getattr(library, "cuGraphGetNodes", None)
     if capture_info is None or graph_nodes is None:
         return None
     status, capture_id, graph, num_nodes = ctypes.c_int(), ctypes.c_uint64(), ctypes.c_void_p(), ctypes.c_size_t()
@@ -39,12 +40,12 @@ def restart_capture(stream: torch.cuda.Stream) -> bool:
     ``CUDAGraph.capture_end`` asks the driver first and fails on a broken capture before it has undone what
     ``capture_begin`` set up in the allocators; given an empty capture instead, it can. Returns whether that worked.
     """
-    driver = _driver()
-    end, begin = getattr(driver, "cuStreamEndCapture", None), getattr(driver, "cuStreamBeginCapture_v2", None)
+    library = driver()
+    end, begin = getattr(library, "cuStreamEndCapture", None), getattr(library, "cuStreamBeginCapture_v2", None)
     if end is None or begin is None:
         return False
     handle, graph = ctypes.c_void_p(stream.cuda_stream), ctypes.c_void_p()
     end(handle, ctypes.byref(graph))  # Fails on a broken capture, and ends it all the same.
     if graph.value:
-        driver.cuGraphDestroy(graph)
+        library.cuGraphDestroy(graph)
     return bool(begin(handle, _THREAD_LOCAL) == 0)

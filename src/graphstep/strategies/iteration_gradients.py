@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import repeat
@@ -215,15 +215,28 @@ class StepGradients:
         def may_take(leaf: Tensor) -> bool:
             return leaf.grad is None or gathered.takes(leaf)
 
-        gathered = GatheredGradients(
-            (leaf for leaf in waiting if not hasattr(leaf, "main_grad")),
-            branch=None if branch is None or not self._gathers else GradientBranch(branch, self._leaf_work, may_take),
-        )
+        leaves = [leaf for leaf in waiting if not hasattr(leaf, "main_grad")]
+        beside = None
+        if branch is not None and self._gathers:
+            beside = GradientBranch(branch, self._leaf_work, may_take, self._is_for(leaves))
+        gathered = GatheredGradients(leaves, branch=beside)
         with gathered.taken():
             yield
         if gathered.went_wrong:
             self._can_wait, self._leaf_work, self._gathers = {}, {}, False
             raise NotGatheredError("gradients cannot wait until the end of the backward pass", where=self._where)
+
+    def _is_for(self, leaves: Iterable[Tensor]) -> Callable[[Tensor], bool]:
+        """What tells whether memory is that of gradients of these leaves, and of no other's."""
+        own = {id(leaf) for leaf in leaves}
+        grads = [(leaf, gradient) for leaf, gradient in self._before if gradient is not None]
+        shared = {torch_private.storage_key(gradient) for leaf, gradient in grads if id(leaf) not in own}
+        keys = {torch_private.storage_key(gradient) for leaf, gradient in grads if id(leaf) in own} - shared
+
+        def is_theirs(tensor: Tensor) -> bool:
+            return type(tensor) is Tensor and torch_private.storage_key(tensor) in keys
+
+        return is_theirs
 
     def collect(self) -> None:
         """At the end of the captured function: bring the gradients that it made to where they live already."""
