@@ -25,6 +25,7 @@ _ENTRY: Final = """
 {{
     .reg .pred %last;
     .reg .b32 %v, %block, %threads, %thread, %blocks;
+    .reg .b16 %half;
     .reg .b64 %to, %n, %i, %first, %step;
     ld.param.u64 %to, [start];
     ld.param.u32 %v, [pattern];
@@ -51,6 +52,7 @@ DONE:
 _STORES: Final = {
     16: "st.global.v4.u32 [%first], {%v, %v, %v, %v};",
     4: "st.global.u32 [%first], %v;",
+    2: "cvt.u16.u32 %half, %v; st.global.u16 [%first], %half;",
     1: "st.global.u8 [%first], %v;",
 }
 PTX: Final = ".version 6.0\n.target sm_50\n.address_size 64\n" + "".join(
@@ -156,8 +158,6 @@ class MemsetKernels:
         if before is None or after is None or memset.element_size not in (1, 2, 4) or not 0 < num_bytes <= _MOST_BYTES:
             return False
         size = next(size for size in _STORES if memset.start % size == 0 and num_bytes % size == 0)
-        if size == 1 and memset.element_size != 1:
-            return False
         made = self._add(graph, before, size, num_bytes // size, memset)
         if made is None:
             return False
@@ -197,6 +197,7 @@ def memset_kernels(device: torch.device) -> MemsetKernels | None:
     if library is None or not hasattr(torch.cuda.CUDAGraph, "raw_cuda_graph"):
         return None
     with torch.cuda.device(device):
+        torch.cuda.synchronize()  # The first call to a device makes the context that modules are loaded into.
         try:
             return MemsetKernels(library)
         except OSError:
