@@ -11,7 +11,7 @@ transformers' own classes with random weights in bf16, attention by scaled dot-p
 - ``attach_model``    ``attach(model, regions={"": "model"})``: the whole forward, after ``use_causal_attention(model)``
 - ``graph_step``      ``graphstep.graph_step`` around the step: one graph
 - ``graph_step_causal``  the same after ``use_causal_attention(model)``: without it, a capture makes a mask
-- ``graph_step_gathered``  the same with gradients added many at a time
+- ``graph_step_serial``  the same with ``parallel_gradients=False``: no branches in the graph
 - ``eager_causal``    the step as it is, after the same; losses and gradients equal those of ``eager``
 - ``eager_zero_grad``  the step with ``model.zero_grad()``: gradients are made anew, as in most loops; all others zero
   them in place
@@ -215,11 +215,11 @@ class GraphStepJob(Job):
     """One graph."""
 
     name = "graph_step"
-    gathers = False
+    is_parallel = True
 
     def __init__(self, case: Case) -> None:
         super().__init__(case)
-        self._graphed = graphstep.graph_step(self._step, modules=[self.model], gather_gradients=self.gathers)
+        self._graphed = graphstep.graph_step(self._step, modules=[self.model], parallel_gradients=self.is_parallel)
 
     def step(self, tokens: Tensor) -> Tensor:
         """One launch."""
@@ -243,11 +243,11 @@ class GraphStepCausalJob(GraphStepJob):
     is_causal = True
 
 
-class GraphStepGatheredJob(GraphStepCausalJob):
-    """One graph, gradients added many at a time."""
+class GraphStepSerialJob(GraphStepCausalJob):
+    """One graph, without branches."""
 
-    name = "graph_step_gathered"
-    gathers = True
+    name = "graph_step_serial"
+    is_parallel = False
 
 
 class EagerCausalJob(Job):
@@ -286,7 +286,7 @@ _JOBS: Final[tuple[type[Job], ...]] = (
     *(
         GraphStepJob,
         GraphStepCausalJob,
-        GraphStepGatheredJob,
+        GraphStepSerialJob,
         EagerZeroGradJob,
         GraphStepZeroGradJob,
         GraphStepCompileJob,

@@ -199,14 +199,14 @@ class FullIterationArm(StrategyArm):
     graphs: ClassVar[CudaGraphConfig] = CudaGraphConfig(impl=CudaGraphImpl.full_iteration)
 
 
-class FullIterationGatheredArm(FullIterationArm):
-    """The same, with gradients added many at a time."""
+class FullIterationSerialArm(FullIterationArm):
+    """The same, without branches in the graph: each gradient is computed and added in its place."""
 
-    name: ClassVar[str] = "full_iteration_gathered"
+    name: ClassVar[str] = "full_iteration_serial"
 
     def _strategy_for(self, parts: _Parts, device: torch.device) -> Strategy:
         return FullCudaGraphWrapper(
-            parts.function, model=parts.model, session=GraphSession(device), gather_gradients=True
+            parts.function, model=parts.model, session=GraphSession(device), parallel_gradients=False
         )
 
 
@@ -448,7 +448,7 @@ ARMS: MappingProxyType[str, Callable[[], Arm]] = MappingProxyType(
         for arm in (
             EagerArm,
             FullIterationArm,
-            FullIterationGatheredArm,
+            FullIterationSerialArm,
             FullIterationFusedArm,
             FullIterationParallelArm,
             FullIterationCompileArm,

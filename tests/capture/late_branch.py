@@ -22,6 +22,8 @@ class LateBranch:
         self._most_pending = most_pending
         self.num_done = 0
         self.num_spread = 0
+        self.num_unseen = 0
+        """Kernels that no operation of torch has launched."""
 
     @property
     def num_pending(self) -> int:
@@ -35,6 +37,9 @@ class LateBranch:
     def join(self) -> None:
         while self._waiting:
             self._do()
+
+    def num_nodes(self) -> int:
+        return self.num_unseen
 
     def spread(self, works: Sequence[Callable[[], object]]) -> None:
         assert not self._waiting, "what is spread does not wait for the branch"

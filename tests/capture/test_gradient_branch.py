@@ -291,3 +291,36 @@ def test_fused_steps_are_done_side_by_side(kind: type[torch.optim.Optimizer], de
                 optimizer.step()
     assert all(map(torch.equal, *both))
     assert late.num_spread == 3
+
+
+@pytest.mark.parametrize("when", ["pending", "not pending"])
+def test_kernels_that_no_operation_launches(when: str, device: torch.device) -> None:
+    """As those of Triton: one that comes while something is pending may meet it, whatever it is."""
+    late = LateBranch()
+
+    class Unseen(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.view_as(x)
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+            late.num_unseen += 1
+            return gradient
+
+    def run(model: nn.Module) -> None:
+        x = model.layers[0](model.embedding(tokens(0, model)))
+        x = Unseen.apply(x) if when == "pending" else x
+        x = model.layers[1](x)
+        x = Unseen.apply(x) if when == "not pending" else x
+        x.square().sum().backward()
+
+    model = built(device)
+    _, work = watched(model, run)
+    late.num_unseen = 0
+    branch = GradientBranch(late, work.found, lambda leaf: leaf.grad is None or gathered.takes(leaf))
+    gathered = GatheredGradients(model.parameters(), branch=branch)
+    with gathered.taken():
+        run(model)
+    assert late.num_unseen == 1
+    assert gathered.went_wrong is (when == "pending")

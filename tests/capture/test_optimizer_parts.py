@@ -42,7 +42,7 @@ def test_parts_are_about_equal() -> None:
     sizes = [65536 * 128, *[65536 * 2] * 60, *[100] * 15]
     parts = parts_of(ADAMW, arguments(sizes), 4)
     loads = [sum(t.numel() for t in part[0]) for part in parts]
-    assert max(loads) == 65536 * 128
+    assert max(loads) < 65536 * 129
     assert min(loads) > 65536 * 50
 
 

@@ -16,7 +16,10 @@ from graphstep.engine.compiler import DispatchMode
 from graphstep.engine.tape_ops import tensors_in
 
 _LEAST_BYTES, _MOST_BYTES, _PART = 2**20, 32 * 2**20, 16
-"""Gradients that wait: a sixteenth of all, but no more than a few large ones, as their memory is in use so long."""
+"""Gradients that wait: a sixteenth of all, but no more than a few large ones, as their memory is in use so long.
+
+A gradient that is as large by itself is added by autograd: there is no launch to be saved.
+"""
 
 
 class GatheredGradients:
@@ -48,7 +51,7 @@ class GatheredGradients:
         self.went_wrong = False
         """A gradient that waited was overwritten, or a pass did not come to its end: eager execution is something else.
 
-        The capture is to be made again without this.
+        Or the branch cannot be sure of its memory. The capture is to be made again without this.
         """
 
     @contextmanager
@@ -64,7 +67,8 @@ class GatheredGradients:
             if self._branch is not None:
                 hooks.enter_context(self._branch.beside())
             yield
-        self.went_wrong = self.went_wrong or bool(self._open_passes or self._waiting)
+        met_others = self._branch is not None and self._branch.met_others
+        self.went_wrong = self.went_wrong or met_others or bool(self._open_passes or self._waiting)
         self._waiting.clear()
 
     def takes(self, leaf: Tensor) -> bool:
@@ -81,7 +85,7 @@ class GatheredGradients:
         is_ours = leaf.grad is home and not leaf._post_accumulate_grad_hooks and not torch.is_grad_enabled()
         if id(leaf) in self._waiting:
             self._add()
-        if not fits or not is_here or not is_ours or number is None:
+        if not fits or not is_here or not is_ours or number is None or home.nbytes >= self._limit:
             return None
         self._waiting[id(leaf)] = (home, gradient, gradient._version)
         self._num_bytes += gradient.nbytes

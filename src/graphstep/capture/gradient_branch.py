@@ -24,6 +24,7 @@ _OUT_VARIANTS: Final[Mapping[Any, Any]] = MappingProxyType(
     {_aten.mm.default: _aten.mm.out, _aten.sum.dim_IntList: _aten.sum.IntList_out}
 )
 """What goes to the branch, and how it is called there: with memory of the first stream, which others give back to."""
+_SAY_WHAT_THEY_WRITE: Final = frozenset({"aten", "prims"})
 _ZEROING: Final = frozenset({_aten.zero_.default, _aten._foreach_zero_.default})
 _MAKERS: Final = frozenset({"AddmmBackward0", "MmBackward0", "AddBackward0", "ExpandBackward0"})
 """Nodes of autograd's own whose gradients are products and sums."""
@@ -100,7 +101,9 @@ class GradientBranch:
 
     What the branch does is after all that was issued before it. What is issued meanwhile is looked at: before an
     operation that would read what the branch writes, or write what the branch works with, the branch is joined. So it
-    is at the end of the pass. The arithmetic is the same.
+    is at the end of the pass. Kernels that come with no operation of torch, as those of Triton do, cannot be looked at:
+    one that is launched while something is pending shows in the number of nodes, and :attr:`met_others` tells of it.
+    The arithmetic is the same.
 
     Args:
         branch: of the capture.
@@ -124,6 +127,10 @@ class GradientBranch:
         """Of what is pending, the latest last."""
         self._open_passes: set[int] = set()
         self._is_own = False
+        self._num_nodes: int | None = None
+        """Of the captured graph, when it was last looked at with something pending."""
+        self.met_others = False
+        """Kernels were launched beside the branch that may have met it: the capture is to be made again without."""
         self.num_taken = 0
         """Calls that went to the branch."""
 
@@ -150,6 +157,7 @@ class GradientBranch:
         if number is not None and number not in self._open_passes:
             self._open_passes.add(number)
             torch_private.after_backward_pass(partial(self._end, number))
+        self._look_for_others()
         use = _Use([extent_of(tensor) for tensor in reads], [extent_of(tensor) for tensor in writes])
         # Storages of what is written, and not the tensors: autograd looks at who holds those.
         keep = (*reads, *(tensor.untyped_storage() for tensor in writes))
@@ -159,11 +167,17 @@ class GradientBranch:
         finally:
             self._is_own = was_own
         self._uses = [*self._uses, use][-self._branch.num_pending :]
+        self._num_nodes = self._branch.num_nodes()
 
     def join(self) -> None:
         """What is issued next waits for the branch."""
+        self._look_for_others()
         self._branch.join()
         self._uses, self._is_zeroing = [], False
+
+    def _look_for_others(self) -> None:
+        if self._uses and self._branch.num_nodes() != self._num_nodes:
+            self.met_others = True
 
     def _end(self, number: int) -> None:
         self._open_passes.discard(number)
@@ -172,6 +186,13 @@ class GradientBranch:
     def _call(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         if self._is_own:
             return func(*args, **kwargs)
+        self._look_for_others()
+        result = self._called(func, args, kwargs)
+        if self._uses:
+            self._num_nodes = self._branch.num_nodes()
+        return result
+
+    def _called(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         if is_candidate(func):
             number, self._number = self._number, self._number + 1
             work = self._work.get(number)
@@ -214,7 +235,7 @@ class GradientBranch:
     def _would_meet(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
         if not self._uses:
             return False
-        writes = func._schema.is_mutable
+        writes = func._schema.is_mutable or func.namespace not in _SAY_WHAT_THEY_WRITE
         for tensor in tensors_in([*args, *kwargs.values()]):
             if torch_private.has_plain_memory(tensor):
                 extent = extent_of(tensor)

@@ -36,9 +36,10 @@ def parts_of(func: Any, args: Sequence[Any], most: int) -> list[tuple[Any, ...]]
     chunks = [-(-parameter.numel() // _CHUNK) for parameter in parameters]
     num_launches = max(-(-number // _MOST_TENSORS), -(-sum(chunks) // _MOST_CHUNKS))
     groups: list[list[int]] = [[] for _ in range(min(num_launches, most, number))]
-    loads = [0] * len(groups)
+    loads, room = [0] * len(groups), max(-(-number // len(groups)), _MOST_TENSORS)
     for index in sorted(range(number), key=lambda i: -chunks[i]):
-        lightest = min(range(len(groups)), key=lambda g: (loads[g], len(groups[g])))
+        has_room = (g for g, group in enumerate(groups) if len(group) < room)
+        lightest = min(has_room, key=lambda g: (loads[g], len(groups[g])))
         groups[lightest].append(index)
         loads[lightest] += chunks[index]
     return [tuple([each[i] for i in group] if each else [] for each in args) for group in groups]

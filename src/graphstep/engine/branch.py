@@ -8,6 +8,8 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
+from graphstep.engine.cuda_driver import capturing_node_count
+
 T = TypeVar("T")
 
 _MOST_PENDING = 8
@@ -35,6 +37,9 @@ class Branch(Protocol):
 
     def join(self) -> None:
         """What comes next waits for all of the branch: here, and where the branch forks from."""
+
+    def num_nodes(self) -> int | None:
+        """Nodes that the captured graph has so far."""
 
     @property
     def width(self) -> int:
@@ -89,6 +94,10 @@ class StreamBranch:
         for stream in {self._beside, torch.cuda.current_stream(self._beside.device)}:
             stream.wait_event(done)
         self._pending.clear()
+
+    def num_nodes(self) -> int | None:
+        """See :class:`Branch`."""
+        return capturing_node_count(self._beside)
 
     @property
     def width(self) -> int:

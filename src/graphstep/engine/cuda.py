@@ -338,7 +338,11 @@ class CudaEngine:
             branch = self._branch_stream = cuda_workspaces.stream_for_captures(first)
             others = [stream for stream in streams if stream not in (self._stream, branch)]
             self._other_streams = tuple(others[: _BRANCHES - 1])
+            pool = [cuda_workspaces.pool_of(branch)]
+            (before,) = pool_segments(pool)
             self._take_workspaces()
+            (after,) = pool_segments(pool)
+            self._workspace_bytes += after - before
         return StreamBranch(self._branch_stream, self._stream, self._other_streams)
 
     def _open_lane(self) -> _Lane:

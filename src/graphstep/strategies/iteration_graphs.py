@@ -64,7 +64,7 @@ class IterationGraphs:
             warning and the reason in the report, ``off`` captures nothing.
         on_mismatch: what becomes of another key in a stage that has a graph: ``recapture``, ``eager`` or ``error``.
         use_single_mempool: the graphs of all stages share one memory pool; they never run at the same time.
-        gather_gradients: add gradients many at a time.
+        parallel_gradients: have branches in the graph for gradients, and add them many at a time.
     """
 
     def __init__(
@@ -76,10 +76,10 @@ class IterationGraphs:
         policy: CapturePolicy = CapturePolicy.required,
         on_mismatch: MismatchPolicy = MismatchPolicy.recapture,
         use_single_mempool: bool = True,
-        gather_gradients: bool = False,
+        parallel_gradients: bool = True,
     ) -> None:
         self._session = session
-        self._gathers = gather_gradients
+        self._gathers = parallel_gradients
         self._use_single_mempool = use_single_mempool
         self._warmup_steps = warmup_steps
         self._max_graphs = max_graphs
