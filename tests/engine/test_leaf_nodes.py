@@ -48,12 +48,12 @@ def test_a_renewed_leaf_is_the_same_but_for_its_node(engine: Engine) -> None:
         leaf.register_post_accumulate_grad_hook(lambda _leaf, seen=seen: seen.append("accumulated"))
         kept = (leaf * 2).sum()
         before = leaf.data_ptr(), leaf.stride(), leaf._version, leaf.untyped_storage()._cdata, leaf.dtype
-        old = node_of(leaf)
-        del old
-        old_id = id(node_of(leaf))
         assert leaf_nodes.renew(leaf)
         fresh = (leaf * 2).sum()
-        assert id(node_of(leaf)) != old_id
+        old = kept.grad_fn.next_functions[0][0].next_functions[0][0]
+        assert node_of(leaf) is not old
+        assert old.variable is leaf
+        del old
         assert before == (leaf.data_ptr(), leaf.stride(), leaf._version, leaf.untyped_storage()._cdata, leaf.dtype)
         fresh.backward()
         kept.backward()  # A graph from before it still gives the leaf its gradient.
