@@ -15,6 +15,7 @@ class LateBranch:
     """Work waits until somebody waits for it. What reads its results before sees memory without content."""
 
     is_here = True
+    may_multiply = True
     width = 4
 
     def __init__(self, *, most_pending: int = 8) -> None:

@@ -24,6 +24,7 @@ _OUT_VARIANTS: Final[Mapping[Any, Any]] = MappingProxyType(
     {_aten.mm.default: _aten.mm.out, _aten.sum.dim_IntList: _aten.sum.IntList_out}
 )
 """What goes to the branch, and how it is called there: with memory of the first stream, which others give back to."""
+_PRODUCTS: Final = frozenset({_aten.mm.default})
 _SAY_WHAT_THEY_WRITE: Final = frozenset({"aten", "prims"})
 _ZEROING: Final = frozenset({_aten.zero_.default, _aten._foreach_zero_.default})
 _MAKERS: Final = frozenset({"AddmmBackward0", "MmBackward0", "AddBackward0", "ExpandBackward0"})
@@ -215,12 +216,14 @@ class GradientBranch:
 
     def _fits(self, work: LeafWork, func: Any, args: Sequence[Any]) -> bool:
         leaf, node = work.leaf, torch_private.current_node()
-        if func is not work.operation or node is None or type(node).__name__ not in _MAKERS:
-            return False
+        is_known = func is work.operation and node is not None and type(node).__name__ in _MAKERS
+        if not is_known or _size_of(func, args) != work.result.size or args[0].dtype != work.result.dtype:
+            return False  # Another call than the one that was seen in its place.
         tensors = list(tensors_in(list(args)))
         is_plain = all(type(t) is Tensor and t.device == leaf.device and not t.is_conj() for t in tensors)
         is_quiet = not leaf._backward_hooks and not torch_private.post_accumulate_hooks(leaf)
-        return is_plain and is_quiet and self._branch.is_here and self._may_take(leaf) and _leads_to(node, leaf)
+        is_here = self._branch.is_here and (func not in _PRODUCTS or self._branch.may_multiply)
+        return is_plain and is_quiet and is_here and self._may_take(leaf) and _leads_to(node, leaf)
 
     def _beside(self, work: LeafWork, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
         self.num_taken += 1
@@ -298,6 +301,18 @@ def extent_of(tensor: Tensor) -> Extent:
 def _leads_to(node: Any, leaf: Tensor) -> bool:
     """Whether a gradient of this node goes to a leaf, through views at most, so that nobody else sees it."""
     return any(getattr(_past_views(following), "variable", None) is leaf for following, _ in node.next_functions)
+
+
+def _size_of(func: Any, args: Sequence[Any]) -> tuple[int, ...] | None:
+    """The size of what a call returns."""
+    if func is _aten.mm.default:
+        return args[0].size(0), args[1].size(1)
+    size, given = list(args[0].size()), args[1]
+    if given is None or not size:
+        return None
+    dims = {dim % len(size) for dim in given} or set(range(len(size)))
+    has_all = len(args) > 2 and bool(args[2])
+    return tuple(1 if dim in dims else n for dim, n in enumerate(size) if has_all or dim not in dims)
 
 
 def _past_views(node: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeVar
@@ -22,6 +23,10 @@ class Branch(Protocol):
     @property
     def is_here(self) -> bool:
         """True where work is issued that the branch can run beside."""
+
+    @property
+    def may_multiply(self) -> bool:
+        """True in a thread whose library of matrix products has a workspace for the branch."""
 
     def run(self, work: Callable[[], T], keep: Sequence[object]) -> T:
         """Do work beside what comes next, but after all that came before.
@@ -62,12 +67,18 @@ class StreamBranch:
         self, stream: torch.cuda.Stream, beside: torch.cuda.Stream, others: Sequence[torch.cuda.Stream] = ()
     ) -> None:
         self._stream, self._beside, self._others = stream, beside, others
+        self._thread = threading.get_ident()
         self._pending: deque[tuple[torch.cuda.Event, Sequence[object]]] = deque()
 
     @property
     def is_here(self) -> bool:
         """True if the current stream is the one beside it."""
         return torch.cuda.current_stream(self._beside.device) == self._beside
+
+    @property
+    def may_multiply(self) -> bool:
+        """True in the thread of a backward pass, if that is not the one in which this was made."""
+        return threading.get_ident() != self._thread
 
     @property
     def num_pending(self) -> int:

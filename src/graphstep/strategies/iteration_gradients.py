@@ -97,6 +97,7 @@ class StepGradients:
         """Leaves whose gradients nothing has looked at before the end of a backward pass."""
         self._leaf_work: dict[int, LeafWork] = {}
         """What can go to a branch of the graph."""
+        self._zeroes_beside = True
         self._homes = GradientHomes(shared)
         self._adopted = AdoptedGradients(shared)
         self._kinds = _Kinds()
@@ -114,6 +115,7 @@ class StepGradients:
         made = StepGradients(self._shared, gathers=self._gathers)
         made._kinds, made._filled, made._known = self._kinds, self._filled, self._known
         made._can_wait, made._leaf_work = self._can_wait, self._leaf_work
+        made._zeroes_beside = self._zeroes_beside
         return made
 
     @property
@@ -218,12 +220,16 @@ class StepGradients:
         leaves = [leaf for leaf in waiting if not hasattr(leaf, "main_grad")]
         beside = None
         if branch is not None and self._gathers:
-            beside = GradientBranch(branch, self._leaf_work, may_take, self._is_for(leaves))
+            may_zero = self._is_for(leaves) if self._zeroes_beside else _nothing
+            beside = GradientBranch(branch, self._leaf_work, may_take, may_zero)
         gathered = GatheredGradients(leaves, branch=beside)
         with gathered.taken():
             yield
         if gathered.went_wrong:
-            self._can_wait, self._leaf_work, self._gathers = {}, {}, False
+            if beside is not None and beside.met_others and self._zeroes_beside:
+                self._zeroes_beside = False  # Zeroes are pending for all of the forward: without, it may do.
+            else:
+                self._can_wait, self._leaf_work, self._gathers = {}, {}, False
             raise NotGatheredError("gradients cannot wait until the end of the backward pass", where=self._where)
 
     def _is_for(self, leaves: Iterable[Tensor]) -> Callable[[Tensor], bool]:
@@ -317,6 +323,10 @@ class StepGradients:
 
     def _made_anew(self) -> dict[int, Tensor]:
         return self._kinds.fresh | self._kinds.fresh_from_none
+
+
+def _nothing(_: Tensor) -> bool:
+    return False
 
 
 _REPLACED: Final = "the step replaces .grad of {} parameters; a graph writes gradients where they were"
