@@ -11,7 +11,7 @@ transformers' own classes with random weights in bf16, attention by scaled dot-p
 - ``attach_model``    ``attach(model, regions={"": "model"})``: the whole forward, after ``use_causal_attention(model)``
 - ``graph_step``      ``graphstep.graph_step`` around the step: one graph
 - ``graph_step_causal``  the same after ``use_causal_attention(model)``: without it, a capture makes a mask
-- ``graph_step_serial``  the same with ``parallel_gradients=False``: no branches in the graph
+- ``graph_step_parallel``  the same with ``parallel_gradients=True``: a branch in the graph for gradients
 - ``eager_causal``    the step as it is, after the same; losses and gradients equal those of ``eager``
 - ``eager_zero_grad``  the step with ``model.zero_grad()``: gradients are made anew, as in most loops; all others zero
   them in place
@@ -215,7 +215,7 @@ class GraphStepJob(Job):
     """One graph."""
 
     name = "graph_step"
-    is_parallel = True
+    is_parallel = False
 
     def __init__(self, case: Case) -> None:
         super().__init__(case)
@@ -243,11 +243,11 @@ class GraphStepCausalJob(GraphStepJob):
     is_causal = True
 
 
-class GraphStepSerialJob(GraphStepCausalJob):
-    """One graph, without branches."""
+class GraphStepParallelJob(GraphStepCausalJob):
+    """One graph, with a branch for gradients."""
 
-    name = "graph_step_serial"
-    is_parallel = False
+    name = "graph_step_parallel"
+    is_parallel = True
 
 
 class EagerCausalJob(Job):
@@ -286,7 +286,7 @@ _JOBS: Final[tuple[type[Job], ...]] = (
     *(
         GraphStepJob,
         GraphStepCausalJob,
-        GraphStepSerialJob,
+        GraphStepParallelJob,
         EagerZeroGradJob,
         GraphStepZeroGradJob,
         GraphStepCompileJob,

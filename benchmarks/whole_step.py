@@ -7,7 +7,8 @@ with the same weights and data:
 - ``eager``                      the step as it is
 - ``compile_reduce_overhead``    the model under ``torch.compile(mode="reduce-overhead")``; the rest is eager
 - ``graph_step``                 ``graphstep.graph_step`` around the step: one graph
-- ``graph_step_compile``         the same around a step whose model is under ``torch.compile``
+- ``graph_step_parallel``        the same with ``parallel_gradients=True``: branches for gradients and AdamW
+- ``graph_step_compile``         the latter around a step whose model is under ``torch.compile``
 
 What is reported: time of a step issued back to back, of one with an idle device before it, and the host's part of it;
 peak memory from before the arm is built; launches, and the sum of the step's own kernels, from the profiler; whether
@@ -56,12 +57,15 @@ class Job:
     mode: str | None = None
     """Of ``torch.compile`` around the model."""
     is_captured = False
+    is_parallel = False
 
     def __init__(self, case: Case) -> None:
         self.model = case.new_model()
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, weight_decay=0.01, fused=True)
         self.forward: Any = self.model if self.mode is None else torch.compile(self.model, mode=self.mode)
-        self.run: Any = graphstep.graph_step(self._step, modules=[self.model]) if self.is_captured else self._step
+        self.run: Any = self._step
+        if self.is_captured:
+            self.run = graphstep.graph_step(self._step, modules=[self.model], parallel_gradients=self.is_parallel)
 
     def step(self, batches: StepBatches) -> Tensor:
         """One step; returns losses [num_microbatches]."""
@@ -103,16 +107,22 @@ class GraphStepJob(Job):
     is_captured = True
 
 
-class GraphStepCompileJob(Job):
-    """One graph of compiled kernels."""
+class GraphStepParallelJob(GraphStepJob):
+    """One graph with branches."""
+
+    name = "graph_step_parallel"
+    is_parallel = True
+
+
+class GraphStepCompileJob(GraphStepParallelJob):
+    """One graph of compiled kernels, with branches for the optimizer."""
 
     name = "graph_step_compile"
     mode = "default"
-    is_captured = True
 
 
 JOBS: Final[Mapping[str, type[Job]]] = MappingProxyType(
-    {job.name: job for job in (Job, GraphStepJob, GraphStepCompileJob, CompileReduceOverheadJob)}
+    {job.name: job for job in (Job, GraphStepJob, GraphStepParallelJob, GraphStepCompileJob, CompileReduceOverheadJob)}
 )
 _NEEDS_GPU: Final = ("graph_step_compile", "compile_reduce_overhead")
 

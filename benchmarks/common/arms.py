@@ -199,14 +199,14 @@ class FullIterationArm(StrategyArm):
     graphs: ClassVar[CudaGraphConfig] = CudaGraphConfig(impl=CudaGraphImpl.full_iteration)
 
 
-class FullIterationSerialArm(FullIterationArm):
-    """The same, without branches in the graph: each gradient is computed and added in its place."""
+class FullIterationParallelArm(FullIterationArm):
+    """The same, with a branch in the graph where gradients are computed and added."""
 
-    name: ClassVar[str] = "full_iteration_serial"
+    name: ClassVar[str] = "full_iteration_parallel"
 
     def _strategy_for(self, parts: _Parts, device: torch.device) -> Strategy:
         return FullCudaGraphWrapper(
-            parts.function, model=parts.model, session=GraphSession(device), parallel_gradients=False
+            parts.function, model=parts.model, session=GraphSession(device), parallel_gradients=True
         )
 
 
@@ -223,10 +223,10 @@ class FullIterationFusedArm(FullIterationArm):
         return self._made
 
 
-class FullIterationParallelArm(FullIterationFusedArm):
+class FullIterationFusedParallelArm(FullIterationFusedArm):
     """The same, with these products on a branch of the graph."""
 
-    name: ClassVar[str] = "full_iteration_parallel"
+    name: ClassVar[str] = "full_iteration_fused_parallel"
     is_parallel: ClassVar[bool] = True
 
 
@@ -448,9 +448,9 @@ ARMS: MappingProxyType[str, Callable[[], Arm]] = MappingProxyType(
         for arm in (
             EagerArm,
             FullIterationArm,
-            FullIterationSerialArm,
-            FullIterationFusedArm,
             FullIterationParallelArm,
+            FullIterationFusedArm,
+            FullIterationFusedParallelArm,
             FullIterationCompileArm,
             LocalArm,
             LocalMergedArm,

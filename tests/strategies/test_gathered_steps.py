@@ -111,7 +111,11 @@ def test_iterations(zero: Zero, looks: bool, num_microbatches: int, device: torc
     sessions = {gathers: GraphSession(device) for gathers in models}
     graphed = {
         gathers: FullCudaGraphWrapper(
-            forward_backward, model=model, session=sessions[gathers], parallel_gradients=gathers
+            forward_backward,
+            model=model,
+            session=sessions[gathers],
+            gather_gradients=gathers,
+            parallel_gradients=gathers,
         )
         for gathers, model in models.items()
     }
@@ -142,7 +146,9 @@ def test_large_gradients_do_not_wait(device: torch.device, monkeypatch: pytest.M
     monkeypatch.setattr("graphstep.capture.gathered_gradients._LEAST_BYTES", 400)
     eager, model = built(device), built(device)
     with GraphSession(device) as session:
-        wrapper = FullCudaGraphWrapper(forward_backward, model=model, session=session, parallel_gradients=True)
+        wrapper = FullCudaGraphWrapper(
+            forward_backward, model=model, session=session, gather_gradients=True, parallel_gradients=True
+        )
         for step in range(NUM_STEPS):
             data = batches(step, 2, device)
             forward_backward(data_iterator=iter(data), model=eager, num_microbatches=2)
@@ -157,7 +163,7 @@ class Job:
         self.model, self.set_to_none = built(device), set_to_none
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=2.0**-7, fused=True)
         self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 2, 0.5)
-        options = {} if gathers is None else {"parallel_gradients": gathers}
+        options = {} if gathers is None else {"gather_gradients": gathers, "parallel_gradients": gathers}
         self.step: Any = self.run if gathers is None else graphstep.graph_step(self.run, **options)
 
     def run(self, data: list[Tensor]) -> tuple[Tensor, Tensor]:
@@ -199,7 +205,9 @@ def test_a_capture_that_fails_leaves_gradients_and_hooks_as_they_were(device: to
         return loss.detach() * float(loss > 0)
 
     with GraphSession(device) as session:
-        wrapper = FullCudaGraphWrapper(reads, model=model, session=session, parallel_gradients=True)
+        wrapper = FullCudaGraphWrapper(
+            reads, model=model, session=session, gather_gradients=True, parallel_gradients=True
+        )
         for step in range(3):
             wrapper.forward_backward(data_iterator=iter(batches(step, 1, device)), num_microbatches=1)
         before, shown = state(model), [p.grad for p in model.parameters()]
@@ -214,7 +222,9 @@ def test_a_capture_that_fails_leaves_gradients_and_hooks_as_they_were(device: to
 def test_evaluation_adds_nothing(mode: Callable[[], Any], device: torch.device) -> None:
     model = built(device)
     with GraphSession(device) as session, mode():
-        wrapper = FullCudaGraphWrapper(forward_backward, model=model, session=session, parallel_gradients=True)
+        wrapper = FullCudaGraphWrapper(
+            forward_backward, model=model, session=session, gather_gradients=True, parallel_gradients=True
+        )
         for step in range(5):
             data = batches(step, 1, device)
             found = wrapper.forward_backward(data_iterator=iter(data), num_microbatches=1, forward_only=True)
@@ -227,7 +237,9 @@ def test_hooks_of_parameters_that_come_later(device: torch.device) -> None:
     """A hook that is registered after the capture drops the graph; the gradient of its parameter does not wait then."""
     eager, model = built(device), built(device)
     with GraphSession(device) as session:
-        wrapper = FullCudaGraphWrapper(forward_backward, model=model, session=session, parallel_gradients=True)
+        wrapper = FullCudaGraphWrapper(
+            forward_backward, model=model, session=session, gather_gradients=True, parallel_gradients=True
+        )
         for step in range(12):
             if step == 5:
                 for each in (eager, model):
@@ -394,7 +406,9 @@ def test_what_a_step_does_with_gradients(step: Step, device: torch.device) -> No
         return model
 
     eager, model = built(), built()
-    graphed = graphstep.graph_step(lambda x, y: step(model, x, y), modules=[model], parallel_gradients=True)
+    graphed = graphstep.graph_step(
+        lambda x, y: step(model, x, y), modules=[model], gather_gradients=True, parallel_gradients=True
+    )
     for number in range(8):
         x, y = batches(number, 2, device)
         expected = step(eager, x, y)

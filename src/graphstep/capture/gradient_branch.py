@@ -27,7 +27,9 @@ _OUT_VARIANTS: Final[Mapping[Any, Any]] = MappingProxyType(
 _PRODUCTS: Final = frozenset({_aten.mm.default})
 _SAY_WHAT_THEY_WRITE: Final = frozenset({"aten", "prims"})
 _ZEROING: Final = frozenset({_aten.zero_.default, _aten._foreach_zero_.default})
-_MAKERS: Final = frozenset({"AddmmBackward0", "MmBackward0", "AddBackward0", "ExpandBackward0"})
+_MAKERS: Final = frozenset(
+    {"AddmmBackward0", "MmBackward0", "AddBackward0", "SubBackward0", "MulBackward0", "ExpandBackward0"}
+)
 """Nodes of autograd's own whose gradients are products and sums."""
 _VIEWS: Final = frozenset({"TBackward0", "TransposeBackward0", "ViewBackward0", "UnsafeViewBackward0"})
 _LONGEST_PATH: Final = 4
@@ -67,8 +69,10 @@ class LeafWorkWatch:
     @contextmanager
     def watching(self) -> Iterator[None]:
         """The body is the run."""
+        # Held: a leaf does not keep the node that adds its gradients, and another one would have no hooks.
+        nodes = nodes_of(self._leaves)
         with ExitStack() as hooks:
-            for leaf, node in nodes_of(self._leaves):
+            for leaf, node in nodes:
                 hooks.callback(node.register_prehook(partial(self._come, leaf)).remove)
             with _Calls(self._call):
                 yield

@@ -55,11 +55,15 @@ class FullCudaGraphWrapper:
         policy: what becomes of a step that cannot be captured, see :class:`CapturePolicy`.
         on_mismatch: what becomes of another key in a stage that has a graph, see :class:`MismatchPolicy`.
         use_single_mempool: training and validation graphs share one memory pool.
+        gather_gradients: gradients that are added to are added many at a time, at the end of each backward pass or when
+            32 MiB of them wait, in place of a launch for each. Those that the step itself looks at during the pass,
+            those in memory that others write, and those with hooks that run after the addition are added at once.
         parallel_gradients: weight and bias gradients of linear layers are computed on a branch of the graph, beside the
-            rest of the backward pass, and gradients that are added to are added there, many at a time. Gradients are
-            zeroed beside the forward, and the launches of a fused optimizer run side by side. Results are the same, bit
-            for bit. What the step looks at during the pass, what others write, and what hooks wait for is done in its
-            place. Takes up to 64 MiB for gradients that wait, and 32 MiB for a workspace of cuBLAS.
+            rest of the backward pass, and gathered ones are added there. Gradients are zeroed beside the forward, and
+            the launches of a fused optimizer run side by side. The arithmetic is the same; kernels that add in no fixed
+            order (the backward of cuDNN's attention) may add in another one than alone. What the step looks at, others
+            write or hooks wait for is done in its place. Takes up to 64 MiB for gradients that wait, and 32 MiB for a
+            workspace of cuBLAS.
         optimizers: those that step in ``forward_backward_func``, if it makes whole steps. They need ``fused=True`` or
             ``capturable=True``; their learning rates follow a schedule, see :class:`OptimizersInside`.
 
@@ -81,7 +85,8 @@ class FullCudaGraphWrapper:
         policy: CapturePolicy | str = CapturePolicy.required,
         on_mismatch: MismatchPolicy | str = MismatchPolicy.recapture,
         use_single_mempool: bool = True,
-        parallel_gradients: bool = True,
+        gather_gradients: bool = True,
+        parallel_gradients: bool = False,
         optimizers: Iterable[Optimizer] = (),
     ) -> None:
         policy, on_mismatch = checked(
@@ -101,6 +106,7 @@ class FullCudaGraphWrapper:
             policy=policy,
             on_mismatch=on_mismatch,
             use_single_mempool=use_single_mempool,
+            gather_gradients=gather_gradients,
             parallel_gradients=parallel_gradients,
         )
         self._inside = tuple(optimizers)

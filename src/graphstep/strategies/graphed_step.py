@@ -47,7 +47,8 @@ class GraphedStep(Generic[P, R]):
         policy: CapturePolicy | str = CapturePolicy.required,
         on_mismatch: MismatchPolicy | str = MismatchPolicy.recapture,
         max_graphs: int = 16,
-        parallel_gradients: bool = True,
+        gather_gradients: bool = True,
+        parallel_gradients: bool = False,
         session: GraphSession | None = None,
     ) -> None:
         self._options: dict[str, Any] = {
@@ -57,6 +58,7 @@ class GraphedStep(Generic[P, R]):
             "policy": policy,
             "on_mismatch": on_mismatch,
             "max_graphs": max_graphs,
+            "gather_gradients": gather_gradients,
             "parallel_gradients": parallel_gradients,
             "session": session,
         }
@@ -81,6 +83,7 @@ class GraphedStep(Generic[P, R]):
             max_graphs=max_graphs,
             policy=policy,
             on_mismatch=on_mismatch,
+            gather_gradients=gather_gradients,
             parallel_gradients=parallel_gradients,
         )
         self._policy = policy
@@ -258,6 +261,8 @@ def graph_step(step_fn: Callable[P, R] | None = None, **options: Any) -> Any:
             report) or ``off``.
         on_mismatch: ``recapture``, ``eager`` or ``error`` when arguments differ from those that were captured.
         max_graphs: most signatures that are kept; a further one takes the place of the one used longest ago.
+        gather_gradients: gradients that the step adds to, and does not make anew, are added many at a time, see
+            :class:`FullCudaGraphWrapper`.
         parallel_gradients: gradients are computed, added and zeroed on a branch of the graph, and fused optimizers step
             side by side, see :class:`FullCudaGraphWrapper`.
         session: owner of the graphs; by default a new one, on the device of the modules, else the current GPU if there

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from itertools import repeat
 from operator import attrgetter, is_
@@ -88,11 +88,12 @@ class StepGradients:
     Args:
         shared: of all recordings of a session.
         gathers: gradients that are added to are added many at a time, see :class:`GatheredGradients`.
+        is_parallel: there is a branch for gradients, see :class:`GradientBranch`.
     """
 
-    def __init__(self, shared: Homes, *, gathers: bool = False) -> None:
+    def __init__(self, shared: Homes, *, gathers: bool = False, is_parallel: bool = False) -> None:
         self._shared = shared
-        self._gathers = gathers
+        self._gathers, self._is_parallel = gathers, is_parallel
         self._can_wait: dict[int, Tensor] = {}
         """Leaves whose gradients nothing has looked at before the end of a backward pass."""
         self._leaf_work: dict[int, LeafWork] = {}
@@ -112,7 +113,7 @@ class StepGradients:
 
     def again(self) -> StepGradients:
         """For another capture of the same step."""
-        made = StepGradients(self._shared, gathers=self._gathers)
+        made = StepGradients(self._shared, gathers=self._gathers, is_parallel=self._is_parallel)
         made._kinds, made._filled, made._known = self._kinds, self._filled, self._known
         made._can_wait, made._leaf_work = self._can_wait, self._leaf_work
         made._zeroes_beside = self._zeroes_beside
@@ -120,8 +121,8 @@ class StepGradients:
 
     @property
     def wants_branch(self) -> bool:
-        """True if a branch of the graph would have something to do."""
-        return self._gathers and bool(self._can_wait or self._leaf_work)
+        """True if there is to be a branch of the graph."""
+        return self._is_parallel and self.are_filled()
 
     # ----- around an eager run
 
@@ -135,14 +136,17 @@ class StepGradients:
     @contextmanager
     def watching(self, before: Before) -> Iterator[None]:
         """Around that run: see which gradients can wait to be added to others."""
-        if not self._gathers:
-            yield
-            return
         leaves = [earlier.leaf for earlier in before]
-        watch, work = GradientWatch(leaves), LeafWorkWatch(leaves)
-        with watch.watching(), work.watching():
+        watch = GradientWatch(leaves) if self._gathers else None
+        work = LeafWorkWatch(leaves) if self._is_parallel else None
+        with ExitStack() as watches:
+            if watch is not None:
+                watches.enter_context(watch.watching())
+            if work is not None:
+                watches.enter_context(work.watching())
             yield
-        self._can_wait, self._leaf_work = {id(leaf): leaf for leaf in watch.can_wait()}, work.found
+        self._can_wait = {} if watch is None else {id(leaf): leaf for leaf in watch.can_wait()}
+        self._leaf_work = {} if work is None else work.found
 
     def learn(self, before: Before, observation: Observation) -> None:
         """Tell the kinds apart by what was there before and after an eager run, and by what it used."""
@@ -219,17 +223,18 @@ class StepGradients:
 
         leaves = [leaf for leaf in waiting if not hasattr(leaf, "main_grad")]
         beside = None
-        if branch is not None and self._gathers:
+        if branch is not None:
             may_zero = self._is_for(leaves) if self._zeroes_beside else _nothing
             beside = GradientBranch(branch, self._leaf_work, may_take, may_zero)
         gathered = GatheredGradients(leaves, branch=beside)
         with gathered.taken():
             yield
         if gathered.went_wrong:
-            if beside is not None and beside.met_others and self._zeroes_beside:
-                self._zeroes_beside = False  # Zeroes are pending for all of the forward: without, it may do.
+            if beside is not None and beside.met_others:
+                # Zeroes are pending for all of the forward: without, it may do.
+                self._zeroes_beside, self._is_parallel = False, self._zeroes_beside
             else:
-                self._can_wait, self._leaf_work, self._gathers = {}, {}, False
+                self._can_wait, self._gathers, self._is_parallel = {}, False, False
             raise NotGatheredError("gradients cannot wait until the end of the backward pass", where=self._where)
 
     def _is_for(self, leaves: Iterable[Tensor]) -> Callable[[Tensor], bool]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Hashable, Iterable, Sequence
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -64,7 +65,8 @@ class IterationGraphs:
             warning and the reason in the report, ``off`` captures nothing.
         on_mismatch: what becomes of another key in a stage that has a graph: ``recapture``, ``eager`` or ``error``.
         use_single_mempool: the graphs of all stages share one memory pool; they never run at the same time.
-        parallel_gradients: have branches in the graph for gradients, and add them many at a time.
+        gather_gradients: add gradients many at a time.
+        parallel_gradients: have branches in the graph for gradients.
     """
 
     def __init__(
@@ -76,10 +78,13 @@ class IterationGraphs:
         policy: CapturePolicy = CapturePolicy.required,
         on_mismatch: MismatchPolicy = MismatchPolicy.recapture,
         use_single_mempool: bool = True,
-        parallel_gradients: bool = True,
+        gather_gradients: bool = True,
+        parallel_gradients: bool = False,
     ) -> None:
         self._session = session
-        self._gathers = parallel_gradients
+        self._gradients = partial(
+            StepGradients, session.gradient_homes, gathers=gather_gradients, is_parallel=parallel_gradients
+        )
         self._use_single_mempool = use_single_mempool
         self._warmup_steps = warmup_steps
         self._max_graphs = max_graphs
@@ -202,7 +207,7 @@ class IterationGraphs:
         static = StaticInputs(batch, self._session.device)
         self._session.note_static(static)
         stats.static_bytes += static.nbytes
-        return Iteration(static, StepGradients(self._session.gradient_homes, gathers=self._gathers))
+        return Iteration(static, self._gradients())
 
     def _make_room(self, new: tuple[str, Signature], *, captured: bool, number: int) -> None:
         """Forget keys, those used longest ago first, until ``number`` are left that have a graph, or that have none.
@@ -244,7 +249,7 @@ class IterationGraphs:
         if not self._session.has_recordings:
             # Nothing writes them any more: gradients may live elsewhere from now on.
             self._session.gradient_homes.clear()
-        iteration.gradients = StepGradients(self._session.gradient_homes, gathers=self._gathers)
+        iteration.gradients = self._gradients()
 
     def _drop_if_changed(self, iteration: Iteration, step: Step, stats: RegionStats) -> None:
         graph = iteration.graph
