@@ -42,6 +42,7 @@ from common.case import Case
 from common.clocks import Spread, free_memory
 from common.environment import gpu_state, provenance
 from common.host_arms import HOST_ARMS, HostArm
+from common.host_split import measure_split
 from common.options import Words, common_parser, count, output_folder, read_model
 from common.record import failure, rounded, write_results
 from common.table import wide_console
@@ -65,6 +66,7 @@ TINY_MODEL: Final[Words] = {
 """As many layers as GPT 350M has, tiny."""
 
 NUM_WARMUP_STEPS = 5
+SPLIT_ARMS: Final = ("local", "local_merged")
 
 
 @dataclass(kw_only=True)
@@ -87,6 +89,8 @@ class HostRecord:
     """``ok``, ``unavailable`` (cannot run here) or ``failed``."""
     reason: str = ""
     passes: list[HostPass] = field(default_factory=list)
+    split_us: dict[str, float] | None = None
+    """Where the time goes, see :func:`common.host_split.measure_split`."""
 
     def times(self, half: str) -> list[float]:
         """Microseconds a layer of all passes; ``half`` is ``forward`` or ``backward``."""
@@ -102,6 +106,7 @@ class HostRecord:
             "reason": self.reason,
             "num_replays": len(self.times("forward")) * self.num_layers,
             **{f"{half}_us": _described(self.times(half)) for half in halves},
+            "split_us": self.split_us,
             "passes": [
                 {
                     **{f"{half}_us": _described(getattr(timed, f"{half}_us")) for half in halves},
@@ -116,8 +121,15 @@ def _described(values: list[float]) -> dict[str, float] | None:
     return {"mean": statistics.fmean(values), **dataclasses.asdict(Spread.of(values))} if values else None
 
 
-def run(case: Case, names: Sequence[str], *, num_replays: int) -> list[HostRecord]:
-    """Measure the arms, in order and then in the opposite order. An arm that fails is left out of the second pass."""
+def run(case: Case, names: Sequence[str], *, num_replays: int, is_split: bool = False) -> list[HostRecord]:
+    """Measure the arms, in order and then in the opposite order. An arm that fails is left out of the second pass.
+
+    Args:
+        case: what the arms run.
+        names: of arms.
+        num_replays: see :func:`measure`.
+        is_split: afterwards, those of the project once more with clocks inside.
+    """
     num_layers = case.config.model.num_layers
     records = [HostRecord(name=name, is_ours=HOST_ARMS[name]().is_ours, num_layers=num_layers) for name in names]
     for record in records:
@@ -134,6 +146,11 @@ def run(case: Case, names: Sequence[str], *, num_replays: int) -> list[HostRecor
             except Exception as error:  # whatever an arm does, the others are to go on
                 traceback.print_exc()
                 record.status, record.reason = "failed", failure(title, error)
+            free_memory(case.device)
+    for record in records:
+        if is_split and record.status == "ok" and record.name in SPLIT_ARMS:
+            print(f"split: {record.name}", file=sys.stderr, flush=True)
+            record.split_us = measure_split(HOST_ARMS[record.name](), case)
             free_memory(case.device)
     return records
 
@@ -213,6 +230,9 @@ def read_options(argv: Sequence[str]) -> tuple[argparse.Namespace, RunConfig]:
     parser.add_argument(
         "--replays", type=count, metavar="N", help="of each half, in each of two passes, at least (default: 1000)"
     )
+    parser.add_argument(
+        "--split", action="store_true", help="also say where the time of local goes, with clocks inside"
+    )
     given, rest = parser.parse_known_args(argv)
     return given, read_model(rest, given, TINY_MODEL, num_microbatches=1)
 
@@ -231,7 +251,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     gpu_before = gpu_state(device)
     case = Case.make(config, device=device, has_main_grads=given.main_grads)
     num_replays = given.replays or (20 if given.quick else 1000)
-    records = run(case, [name for name in HOST_ARMS if name in given.arms], num_replays=num_replays)
+    records = run(
+        case, [name for name in HOST_ARMS if name in given.arms], num_replays=num_replays, is_split=given.split
+    )
     results = rounded(
         {
             **provenance("local_host_time", words, device, started=started, gpu_before=gpu_before),
@@ -255,6 +277,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     console.print(render(records, title=title))
     for record in records:
+        if record.split_us is not None:
+            told = ", ".join(f"{name} {us:.1f}" for name, us in record.split_us.items())
+            console.print(f"- {record.name}, us: {told}", markup=False, soft_wrap=True)
         if record.status != "ok":
             console.print(f"- {record.name}: {record.status}: {record.reason}", markup=False, soft_wrap=True)
     folder = output_folder(given)

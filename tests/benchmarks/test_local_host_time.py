@@ -55,6 +55,17 @@ def test_layers_are_timed(
     assert json.loads(written.read_text()) == results
 
 
+def test_where_the_time_goes(program: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arms = ["--arms", "eager", "local", "--split"]
+    assert program.main([*TINY, "--replays", "3", *arms, "--output", str(tmp_path)]) == 0
+    printed = capsys.readouterr().out
+    found = {arm["name"]: arm["split_us"] for arm in json.loads(printed.splitlines()[-1])["arms"]}
+    assert found["eager"] is None
+    assert found["local"].keys() == {"first_layer", "later_layers", "tiny_backward"}, "a tape has no launches"
+    assert all(us > 0.0 for us in found["local"].values())
+    assert "- local, us: first_layer" in printed
+
+
 def test_an_arm_that_does_not_replay_fails(program: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     class Forgetful(program.HOST_ARMS["local"]):  # type: ignore[name-defined,misc]
         num_steps = 0
