@@ -293,6 +293,13 @@ def test_fused_steps_are_done_side_by_side(kind: type[torch.optim.Optimizer], de
     assert late.num_spread == 3
 
 
+def test_drivers_that_do_not_tell(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LateBranch, "num_nodes", lambda _: None)
+    model = built(device)
+    _, _, gathered = on_a_branch(model, once, device, torch.float32, "one each")
+    assert gathered.went_wrong, "kernels of others would not be seen"
+
+
 @pytest.mark.parametrize("when", ["pending", "not pending"])
 def test_kernels_that_no_operation_launches(when: str, device: torch.device) -> None:
     """As those of Triton: one that comes while something is pending may meet it, whatever it is."""

@@ -181,8 +181,9 @@ class GradientBranch:
         self._uses, self._is_zeroing = [], False
 
     def _look_for_others(self) -> None:
-        if self._uses and self._branch.num_nodes() != self._num_nodes:
-            self.met_others = True
+        if self._uses and not self.met_others:
+            number = self._branch.num_nodes()
+            self.met_others = number is None or number != self._num_nodes  # None: the driver does not tell.
 
     def _end(self, number: int) -> None:
         self._open_passes.discard(number)

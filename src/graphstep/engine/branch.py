@@ -44,7 +44,7 @@ class Branch(Protocol):
         """What comes next waits for all of the branch: here, and where the branch forks from."""
 
     def num_nodes(self) -> int | None:
-        """Nodes that the captured graph has so far."""
+        """Nodes that the captured graph has so far; ``None`` where nobody tells."""
 
     @property
     def width(self) -> int:
