@@ -441,6 +441,12 @@ def after_backward_pass(action: Callable[[], None]) -> None:
         queue(action)
 
 
+def is_dispatch_watched() -> bool:
+    """Whether dispatch modes are on in this thread; ``True`` where torch does not tell."""
+    number = getattr(torch._C, "_len_torch_dispatch_stack", None)
+    return number is None or number() > 0
+
+
 def current_node() -> Any:
     """The node that the backward pass under way is at; ``None`` outside of one, and where torch does not tell."""
     current = getattr(torch._C, "_current_autograd_node", None)

@@ -22,8 +22,10 @@ from graphstep.capture.tree import Node, Value, flatten, unflatten
 from graphstep.config.switches import CapturePolicy, MismatchPolicy
 from graphstep.engine import Recording, torch_private
 from graphstep.errors import CaptureError, InputMismatchError
+from graphstep.strategies.gradient_threads import gradient_threads_watched
 from graphstep.strategies.iteration_gradients import NotGatheredError, StepGradients
 from graphstep.strategies.iteration_refusals import (
+    OTHER_THREADS,
     RETURNS_OTHERS,
     is_wrapped,
     least_warmup,
@@ -394,7 +396,11 @@ class IterationGraphs:
         before = StepState(attributes.again(), self._all_modules(step), step.optimizers, places)
         try:
             if observation is None:
-                observation = self._session.observe(lambda: step.function(iteration.static.arguments))
+                known = gradients.before(self._all_modules(step), step.optimizers.parameters())
+                with gradient_threads_watched(each.leaf for each in known) as came_unseen:
+                    observation = self._session.observe(lambda: step.function(iteration.static.arguments))
+                if came_unseen():
+                    raise refused(where, *OTHER_THREADS)
                 attributes.refuse_changes(where, observation.externals, may_leave_losses=True)
                 observation.forget_unheld()  # Such as what compiled code has made past the dispatcher.
             leaves = observation.leaves if step.fills_gradients else ()

@@ -113,6 +113,11 @@ RETURNS_LOSS: Final = (
     "the step returns a tensor that wants a gradient, and runs no backward; what a replay returns has no history",
     "call backward in the step, or return the tensor detached",
 )
+OTHER_THREADS: Final = (
+    "the step runs a backward pass in another thread; only what the thread of the step does, and autograd for it, is "
+    "captured",
+    "call backward in the thread of the step",
+)
 RETURNS_OTHERS: Final = (
     "the step returned something else in the capture than in the last eager run, and not only in its tensors",
     "return tensors, and values that are always the same",

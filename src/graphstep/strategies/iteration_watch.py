@@ -13,8 +13,10 @@ from graphstep.capture.session import GraphSession
 from graphstep.capture.tree import flatten
 from graphstep.engine import torch_private
 from graphstep.errors import CaptureError
+from graphstep.strategies.gradient_threads import gradient_threads_watched
 from graphstep.strategies.iteration_refusals import (
     FREEZES,
+    OTHER_THREADS,
     RETURNS_LOSS,
     SETS_FLAGS,
     WRITES,
@@ -41,13 +43,17 @@ def watched_run(step: Step, iteration: Iteration, session: GraphSession, modules
     before = iteration.gradients.before(modules, step.optimizers.parameters())
     # DistributedDataParallel sends each gradient as soon as it is there.
     is_sent = any(isinstance(module, DistributedDataParallel) for _, module in with_children(step.modules))
-    with iteration.gradients.watching([] if is_sent else before):
+    mine = [] if is_sent else before
+    leaves = (each.leaf for each in mine)
+    with gradient_threads_watched(leaves) as came_unseen, iteration.gradients.watching(mine):
         result, observation = session.watch_run(lambda: step.function(iteration.static.arguments))
     tensors, iteration.structure = flatten(result)
     iteration.gradients.learn(before, observation)
     where = f"{step.stage}, the captured function"
     iteration.refusal = None
-    if iteration.static.versions() != versions:
+    if came_unseen():
+        iteration.refusal = refused(where, *OTHER_THREADS)
+    elif iteration.static.versions() != versions:
         iteration.refusal = refused(where, *WRITES)
     elif [module.training for module in modules] != flags:
         iteration.refusal = refused(where, *SETS_FLAGS)
