@@ -13,8 +13,8 @@ ADAMW = torch.ops.aten._fused_adamw_.default
 
 def arguments(sizes: list[int]) -> list[list[Tensor]]:
     """Parameters, gradients, two moments, no largest second moments, and steps."""
-    lists = [[torch.zeros(size, device="meta") for size in sizes] for _ in range(4)]
-    return [*lists, [], [torch.zeros((), device="meta") for _ in sizes]]
+    lists = [[torch.empty(size) for size in sizes] for _ in range(4)]
+    return [*lists, [], [torch.zeros(()) for _ in sizes]]
 
 
 @pytest.mark.parametrize(

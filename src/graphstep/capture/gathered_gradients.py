@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -10,9 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphstep.capture.gradient_branch import GradientBranch, extent_of, nodes_of
+from graphstep.capture.gradient_branch import CallsBy, GradientBranch, nodes_of
+from graphstep.capture.memory_extents import Extent, Use, extent_of
 from graphstep.engine import torch_private
 from graphstep.engine.compiler import DispatchMode
+from graphstep.engine.cuda_driver import capturing_node_count
 from graphstep.engine.tape_ops import tensors_in
 
 _LEAST_BYTES, _MOST_BYTES, _PART = 2**20, 32 * 2**20, 16
@@ -45,31 +47,39 @@ class GatheredGradients:
         self._waiting: dict[int, tuple[Tensor, Tensor, int]] = {}
         """By identity of the leaf: where the gradient lives, what is to be added, and the version of that."""
         self._num_bytes = 0
+        self._uses: list[Use] = []
+        """Of what waits: it reads the gradient, and writes where that lives."""
+        self._num_nodes: int | None = 0
+        self._is_adding = False
         self._open_passes: set[int] = set()
         """Those that have begun and not ended, as far as gradients wait for their end."""
         self._stream: torch.cuda.Stream | None = None
         self.went_wrong = False
         """A gradient that waited was overwritten, or a pass did not come to its end: eager execution is something else.
 
-        Or the branch cannot be sure of its memory. The capture is to be made again without this.
+        Or others than operations of torch have worked while gradients waited, and may have met them. The capture is to
+        be made again without this.
         """
 
     @contextmanager
     def taken(self) -> Iterator[None]:
         """In the body gradients are gathered. Backward passes that begin in it end in it."""
-        device = self._leaves[0].device if self._leaves else torch.device("cpu")
-        self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+        device = next((leaf.device for leaf in self._leaves if leaf.is_cuda), None)
+        self._stream = torch.cuda.current_stream(device) if device is not None else None
         # Held: a leaf does not keep the node that adds its gradients, and another one would have no hooks.
         nodes = nodes_of(self._leaves)
         with ExitStack() as hooks:
             for leaf, node in nodes:
                 hooks.callback(node.register_prehook(partial(self._take, leaf)).remove)
+            if nodes:
+                hooks.enter_context(CallsBy(self._call))
             if self._branch is not None:
                 hooks.enter_context(self._branch.beside())
             yield
         met_others = self._branch is not None and self._branch.met_others
         self.went_wrong = self.went_wrong or met_others or bool(self._open_passes or self._waiting)
         self._waiting.clear()
+        self._uses.clear()
 
     def takes(self, leaf: Tensor) -> bool:
         """Whether what comes for a leaf now would be gathered."""
@@ -87,14 +97,39 @@ class GatheredGradients:
             self._add()
         if not fits or not is_here or not is_ours or number is None or home.nbytes >= self._limit:
             return None
+        self._look_for_others()
         self._waiting[id(leaf)] = (home, gradient, gradient._version)
+        self._uses.append(Use([extent_of(gradient)], [extent_of(home)]))
         self._num_bytes += gradient.nbytes
+        self._num_nodes = self._count_nodes()
         if number not in self._open_passes:
             self._open_passes.add(number)
             torch_private.after_backward_pass(partial(self._end, number))
         if self._num_bytes >= self._limit:
             self._add()
         return (None,)
+
+    def _call(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """An operation, which has nothing to do with what waits, or comes after it."""
+        if not self._uses or self._is_adding:
+            return func(*args, **kwargs)
+        self._look_for_others()
+        if any(use.meets(func, args, kwargs) for use in self._uses):
+            self._add()
+            if self._branch is not None:
+                self._branch.join()
+        result = func(*args, **kwargs)
+        self._num_nodes = self._count_nodes()
+        return result
+
+    def _count_nodes(self) -> int | None:
+        return 0 if self._stream is None else capturing_node_count(self._stream)
+
+    def _look_for_others(self) -> None:
+        """Kernels that no operation launches may use what waits."""
+        if self._uses and not self.went_wrong:
+            number = self._count_nodes()
+            self.went_wrong = number is None or number != self._num_nodes
 
     def _end(self, number: int) -> None:
         self._open_passes.discard(number)
@@ -108,15 +143,23 @@ class GatheredGradients:
             caller.wait_stream(stream)
 
     def _add(self) -> None:
-        waiting, self._waiting, self._num_bytes = list(self._waiting.values()), {}, 0
+        waiting = list(self._waiting.values())
         if not waiting:
             return
+        self._look_for_others()
+        moved = any(extent_of(home) != use.writes[0] for (home, _, _), use in zip(waiting, self._uses, strict=True))
+        self._waiting, self._uses, self._num_bytes = {}, [], 0
+        self.went_wrong = self.went_wrong or moved
         self.went_wrong = self.went_wrong or any(gradient._version != version for _, gradient, version in waiting)
         homes, gradients = [home for home, _, _ in waiting], [gradient for _, gradient, _ in waiting]
-        if self._branch is None:
-            _add_to(homes, gradients)
-        else:
-            self._branch.run(partial(_add_to, homes, gradients), reads=gradients, writes=homes)
+        self._is_adding, was_adding = True, self._is_adding
+        try:
+            if self._branch is None:
+                _add_to(homes, gradients)
+            else:
+                self._branch.run(partial(_add_to, homes, gradients), reads=gradients, writes=homes)
+        finally:
+            self._is_adding = was_adding
 
 
 class GradientWatch:
@@ -137,6 +180,12 @@ class GradientWatch:
         self._left_out: set[int] = set()
         self._given: list[tuple[int, int, int]] = []
         """Begin, end and leaf of gradients that were given since the last operation outside of a pass."""
+        self._come_in: dict[int, tuple[int, Extent, int]] = {}
+        """By leaf: storage, place and version of what comes to the node that is to add it."""
+        self._added: list[tuple[int, int, int, torch_private.WeakStorage]] = []
+        """Begin, end and leaf of what was added, as long as its memory is there."""
+        self._owners: dict[int, tuple[int, torch_private.WeakStorage]] = {}
+        """By storage: the leaf that was given a gradient in it."""
         self._made: dict[int, torch_private.WeakStorage] = {}
         """Memory that was made since then, and has not been given to a leaf."""
 
@@ -154,21 +203,39 @@ class GradientWatch:
                 hooks.callback(node.register_hook(partial(self._note, leaf)).remove)
             with _EachCall(self._look_at, self._note_made):
                 yield
-        self._given.clear()
-        self._made.clear()
+        for kept in (self._given, self._made, self._come_in, self._added, self._owners):
+            kept.clear()
 
     def _come(self, leaf: Tensor, gradients: tuple[Tensor | None, ...]) -> None:
         """A gradient is about to be added."""
         gradient = gradients[0]
         if gradient is None:
             return
-        made = self._made.pop(torch_private.storage_key(gradient), None) if _is_plain(gradient) else None
+        made = None
+        if _is_plain(gradient):
+            # Not the tensor: autograd looks at who holds that.
+            key = torch_private.storage_key(gradient)
+            self._come_in[id(leaf)] = key, extent_of(gradient), gradient._version
+            made = self._made.pop(key, None)
+            owner, storage = self._owners.get(key, (id(leaf), None))
+            if storage is not None and not storage.is_gone():
+                self._left_out.add(owner)  # Memory that is used for gradients again.
+            self._owners[key] = id(leaf), torch_private.WeakStorage(gradient)
         if made is None or made.is_gone():
             self._left_out.add(id(leaf))
 
-    def _note(self, leaf: Tensor, _: Any, __: Any) -> None:
+    def _note(self, leaf: Tensor, _: Any, given: tuple[Tensor | None, ...]) -> None:
         """It was added."""
         gradient = leaf.grad
+        came, added = self._come_in.pop(id(leaf), None), given[0]
+        if came is not None and added is not None and _is_plain(added):
+            key = torch_private.storage_key(added)
+            if (key, extent_of(added), added._version) != came:
+                self._left_out.add(id(leaf))  # Hooks of that node change it.
+            elif gradient is not None and _is_plain(gradient) and torch_private.storage_key(gradient) != key:
+                self._added.append((*extent_of(added), id(leaf), torch_private.WeakStorage(added)))
+        elif came is not None:
+            self._left_out.add(id(leaf))
         self._seen[id(leaf)] = leaf
         if gradient is None or not _is_plain(gradient) or torch_private.backward_pass() is None:
             self._left_out.add(id(leaf))
@@ -179,9 +246,12 @@ class GradientWatch:
         if torch_private.backward_pass() is None:  # Passes inside of a pass are a part of it.
             self._given.clear()
             self._made.clear()
-        if not self._given or not torch_private.has_plain_memory(tensor):
+            self._added.clear()
+        if not (self._given or self._added) or not torch_private.has_plain_memory(tensor):
             return
         first, last = extent_of(tensor)
+        self._added = [each for each in self._added if not each[3].is_gone()]
+        self._left_out.update(number for begin, end, number, _ in self._added if first < end and begin < last)
         self._left_out.update(number for begin, end, number in self._given if first < end and begin < last)
 
     def _note_made(self, tensor: Tensor) -> None:

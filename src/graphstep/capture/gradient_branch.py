@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node, get_gradient_edge
 
+from graphstep.capture.memory_extents import Use, extent_of, is_only_a_view
 from graphstep.capture.optimizer_parts import parts_of
 from graphstep.engine import torch_private
 from graphstep.engine.branch import Branch
@@ -25,7 +26,6 @@ _OUT_VARIANTS: Final[Mapping[Any, Any]] = MappingProxyType(
 )
 """What goes to the branch, and how it is called there: with memory of the first stream, which others give back to."""
 _PRODUCTS: Final = frozenset({_aten.mm.default})
-_SAY_WHAT_THEY_WRITE: Final = frozenset({"aten", "prims"})
 _ZEROING: Final = frozenset({_aten.zero_.default, _aten._foreach_zero_.default})
 _MAKERS: Final = frozenset(
     {"AddmmBackward0", "MmBackward0", "AddBackward0", "SubBackward0", "MulBackward0", "ExpandBackward0"}
@@ -74,12 +74,12 @@ class LeafWorkWatch:
         with ExitStack() as hooks:
             for leaf, node in nodes:
                 hooks.callback(node.register_prehook(partial(self._come, leaf)).remove)
-            with _Calls(self._call):
+            with CallsBy(self._call):
                 yield
         self._open.clear()
 
     def _call(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        if not func.is_view:
+        if not is_only_a_view(func):
             for tensor in tensors_in([*args, *kwargs.values()]):
                 if torch_private.has_plain_memory(tensor):
                     self._open.pop(torch_private.storage_key(tensor), None)
@@ -128,8 +128,10 @@ class GradientBranch:
         self._branch, self._work, self._may_take, self._may_zero = branch, work, may_take, may_zero
         self._is_zeroing = False
         self._number = 0
-        self._uses: list[_Use] = []
+        self._uses: list[Use] = []
         """Of what is pending, the latest last."""
+        self._kept: list[list[tuple[torch.UntypedStorage, int]]] = []
+        """Its memory, and the size that it had."""
         self._open_passes: set[int] = set()
         self._is_own = False
         self._num_nodes: int | None = None
@@ -143,7 +145,7 @@ class GradientBranch:
     def beside(self) -> Iterator[None]:
         """In the body backward passes use the branch. Those that begin in it end in it."""
         try:
-            with _Calls(self._call):
+            with CallsBy(self._call):
                 yield
         except BaseException:
             with suppress(RuntimeError):  # So that the capture can be ended. It may have failed already.
@@ -163,27 +165,30 @@ class GradientBranch:
             self._open_passes.add(number)
             torch_private.after_backward_pass(partial(self._end, number))
         self._look_for_others()
-        use = _Use([extent_of(tensor) for tensor in reads], [extent_of(tensor) for tensor in writes])
-        # Storages of what is written, and not the tensors: autograd looks at who holds those.
-        keep = (*reads, *(tensor.untyped_storage() for tensor in writes))
+        use = Use([extent_of(tensor) for tensor in reads], [extent_of(tensor) for tensor in writes])
+        # Storages, and not what is written itself: autograd looks at who holds that. Tensors can be given other memory.
+        storages = [tensor.untyped_storage() for tensor in (*reads, *writes)]
         self._is_own, was_own = True, self._is_own
         try:
-            self._branch.run(work, keep)
+            self._branch.run(work, (*reads, *storages))
         finally:
             self._is_own = was_own
         self._uses = [*self._uses, use][-self._branch.num_pending :]
+        self._kept = [*self._kept, [(s, s.nbytes()) for s in storages]][-self._branch.num_pending :]
         self._num_nodes = self._branch.num_nodes()
 
     def join(self) -> None:
         """What is issued next waits for the branch."""
         self._look_for_others()
         self._branch.join()
-        self._uses, self._is_zeroing = [], False
+        self._uses, self._kept, self._is_zeroing = [], [], False
 
     def _look_for_others(self) -> None:
         if self._uses and not self.met_others:
             number = self._branch.num_nodes()
-            self.met_others = number is None or number != self._num_nodes  # None: the driver does not tell.
+            is_resized = any(storage.nbytes() != size for kept in self._kept for storage, size in kept)
+            # None: the driver does not tell.
+            self.met_others = number is None or number != self._num_nodes or is_resized
 
     def _end(self, number: int) -> None:
         self._open_passes.discard(number)
@@ -193,6 +198,8 @@ class GradientBranch:
         if self._is_own:
             return func(*args, **kwargs)
         self._look_for_others()
+        if not self._branch.is_here:
+            self.met_others = True  # Another stream knows nothing of what is forked and joined here.
         result = self._called(func, args, kwargs)
         if self._uses:
             self._num_nodes = self._branch.num_nodes()
@@ -205,8 +212,9 @@ class GradientBranch:
             if work is not None and self._fits(work, func, args):
                 return self._beside(work, func, args, kwargs)
         is_in_pass = torch_private.backward_pass() is not None
-        must_wait = (is_in_pass and self._is_zeroing) or self._would_meet(func, args, kwargs)
-        if must_wait and not func.is_view:
+        if is_in_pass and self._is_zeroing and not is_only_a_view(func):
+            self.join()
+        if any(use.meets(func, args, kwargs) for use in self._uses):
             self.join()
         if not is_in_pass and self._branch.is_here:
             if func in _ZEROING and not kwargs and all(map(self._may_zero, tensors_in(list(args)))):
@@ -225,7 +233,7 @@ class GradientBranch:
         if not is_known or _size_of(func, args) != work.result.size or args[0].dtype != work.result.dtype:
             return False  # Another call than the one that was seen in its place.
         tensors = list(tensors_in(list(args)))
-        is_plain = all(type(t) is Tensor and t.device == leaf.device and not t.is_conj() for t in tensors)
+        is_plain = all(_is_plain(t) and t.device == leaf.device for t in tensors)
         is_quiet = not leaf._backward_hooks and not torch_private.post_accumulate_hooks(leaf)
         is_here = self._branch.is_here and (func not in _PRODUCTS or self._branch.may_multiply)
         return is_plain and is_quiet and is_here and self._may_take(leaf) and _leads_to(node, leaf)
@@ -240,37 +248,8 @@ class GradientBranch:
         self.run(partial(_OUT_VARIANTS[func], *args, **kwargs, out=result), reads=reads, writes=[result])
         return result
 
-    def _would_meet(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-        if not self._uses:
-            return False
-        writes = func._schema.is_mutable or func.namespace not in _SAY_WHAT_THEY_WRITE
-        for tensor in tensors_in([*args, *kwargs.values()]):
-            if torch_private.has_plain_memory(tensor):
-                extent = extent_of(tensor)
-                if any(use.is_written(extent) or (writes and use.is_read(extent)) for use in self._uses):
-                    return True
-        return False
 
-
-Extent = tuple[int, int]
-"""The first byte of some memory, and the one behind its last."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Use:
-    """What a piece of work reads and writes."""
-
-    reads: Sequence[Extent]
-    writes: Sequence[Extent]
-
-    def is_read(self, extent: Extent) -> bool:
-        return any(first < extent[1] and extent[0] < last for first, last in self.reads)
-
-    def is_written(self, extent: Extent) -> bool:
-        return any(first < extent[1] and extent[0] < last for first, last in self.writes)
-
-
-class _Calls(DispatchMode):
+class CallsBy(DispatchMode):
     """Lets somebody make the calls of all operations."""
 
     def __init__(self, call: Callable[[Any, Sequence[Any], Mapping[str, Any]], Any]) -> None:
@@ -291,16 +270,15 @@ def is_candidate(func: Any) -> bool:
 
 def nodes_of(leaves: Iterable[Tensor]) -> list[tuple[Tensor, Node]]:
     """What adds gradients to these leaves. In inference mode there is no such thing, and nothing to add."""
-    return [] if torch.is_inference_mode_enabled() else [(leaf, get_gradient_edge(leaf).node) for leaf in leaves]
+    return (
+        []
+        if torch.is_inference_mode_enabled()
+        else [(leaf, get_gradient_edge(leaf).node) for leaf in leaves if leaf.requires_grad]
+    )
 
 
-def extent_of(tensor: Tensor) -> Extent:
-    """The first byte of a tensor, and the one behind its last."""
-    begin = tensor.data_ptr()
-    if tensor.numel() == 0:
-        return begin, begin
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return begin, begin + (last + 1) * tensor.element_size()
+def _is_plain(tensor: Tensor) -> bool:
+    return type(tensor) is Tensor and torch_private.has_plain_memory(tensor) and not tensor.is_conj()
 
 
 def _leads_to(node: Any, leaf: Tensor) -> bool:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any, Final
 
 import torch
 from torch import Tensor
+
+from graphstep.capture.memory_extents import extent_of
+from graphstep.engine import torch_private
 
 _NAMES: Final = ("_fused_adam_", "_fused_adamw_", "_fused_sgd_", "_fused_adagrad_")
 _MOST_TENSORS: Final = 36
@@ -31,7 +35,7 @@ def parts_of(func: Any, args: Sequence[Any], most: int) -> list[tuple[Any, ...]]
     parameters = args[0]
     number = len(parameters)
     are_lists = all(len(each) in (0, number) and all(isinstance(t, Tensor) for t in each) for each in args)
-    if not are_lists or len({id(parameter) for parameter in parameters}) < number:
+    if not are_lists or not number or _overlap([tensor for each in args for tensor in each if tensor.numel() > 1]):
         return [tuple(args)]
     chunks = [-(-parameter.numel() // _CHUNK) for parameter in parameters]
     num_launches = max(-(-number // _MOST_TENSORS), -(-sum(chunks) // _MOST_CHUNKS))
@@ -43,6 +47,14 @@ def parts_of(func: Any, args: Sequence[Any], most: int) -> list[tuple[Any, ...]]
         groups[lightest].append(index)
         loads[lightest] += chunks[index]
     return [tuple([each[i] for i in group] if each else [] for each in args) for group in groups]
+
+
+def _overlap(tensors: Sequence[Tensor]) -> bool:
+    """Whether any two of these have memory in common."""
+    if not all(map(torch_private.has_plain_memory, tensors)):
+        return True
+    extents = sorted(map(extent_of, tensors))
+    return any(last > first for (_, last), (first, _) in itertools.pairwise(extents))
 
 
 def is_fused_step(func: Any) -> bool:

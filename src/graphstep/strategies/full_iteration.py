@@ -59,7 +59,7 @@ class FullCudaGraphWrapper:
             32 MiB of them wait, in place of a launch for each. Those that the step itself looks at during the pass,
             those in memory that others write, and those with hooks that run after the addition are added at once.
         parallel_gradients: weight and bias gradients of linear layers are computed on a branch of the graph, beside the
-            rest of the backward pass, and gathered ones are added there. Gradients are zeroed beside the forward, and
+            rest of the backward pass, and gathered, and added there. Gradients are zeroed beside the forward, and
             the launches of a fused optimizer run side by side. The arithmetic is the same; kernels that add in no fixed
             order (the backward of cuDNN's attention) may add in another one than alone. What the step looks at, others
             write or hooks wait for is done in its place. Takes up to 64 MiB for gradients that wait, and 32 MiB for a
@@ -85,7 +85,7 @@ class FullCudaGraphWrapper:
         policy: CapturePolicy | str = CapturePolicy.required,
         on_mismatch: MismatchPolicy | str = MismatchPolicy.recapture,
         use_single_mempool: bool = True,
-        gather_gradients: bool = True,
+        gather_gradients: bool = False,
         parallel_gradients: bool = False,
         optimizers: Iterable[Optimizer] = (),
     ) -> None:

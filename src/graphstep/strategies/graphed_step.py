@@ -47,7 +47,7 @@ class GraphedStep(Generic[P, R]):
         policy: CapturePolicy | str = CapturePolicy.required,
         on_mismatch: MismatchPolicy | str = MismatchPolicy.recapture,
         max_graphs: int = 16,
-        gather_gradients: bool = True,
+        gather_gradients: bool = False,
         parallel_gradients: bool = False,
         session: GraphSession | None = None,
     ) -> None:

@@ -245,7 +245,8 @@ class StepGradients:
         keys = {torch_private.storage_key(gradient) for leaf, gradient in grads if id(leaf) in own} - shared
 
         def is_theirs(tensor: Tensor) -> bool:
-            return type(tensor) is Tensor and torch_private.storage_key(tensor) in keys
+            is_plain = type(tensor) is Tensor and torch_private.has_plain_memory(tensor)
+            return is_plain and torch_private.storage_key(tensor) in keys
 
         return is_theirs
 

@@ -68,7 +68,7 @@ class IterationGraphs:
         on_mismatch: what becomes of another key in a stage that has a graph: ``recapture``, ``eager`` or ``error``.
         use_single_mempool: the graphs of all stages share one memory pool; they never run at the same time.
         gather_gradients: add gradients many at a time.
-        parallel_gradients: have branches in the graph for gradients.
+        parallel_gradients: have branches in the graph for gradients, and add them many at a time.
     """
 
     def __init__(
@@ -80,12 +80,15 @@ class IterationGraphs:
         policy: CapturePolicy = CapturePolicy.required,
         on_mismatch: MismatchPolicy = MismatchPolicy.recapture,
         use_single_mempool: bool = True,
-        gather_gradients: bool = True,
+        gather_gradients: bool = False,
         parallel_gradients: bool = False,
     ) -> None:
         self._session = session
         self._gradients = partial(
-            StepGradients, session.gradient_homes, gathers=gather_gradients, is_parallel=parallel_gradients
+            StepGradients,
+            session.gradient_homes,
+            gathers=gather_gradients or parallel_gradients,
+            is_parallel=parallel_gradients,
         )
         self._use_single_mempool = use_single_mempool
         self._warmup_steps = warmup_steps
