@@ -184,10 +184,83 @@ def zeroed_and_read(model: nn.Module) -> None:
     x.square().sum().backward()
 
 
+class _InWorkspace(torch.autograd.Function):
+    """A linear layer whose weight gradient lies in memory that is used again, past version counters."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, workspace: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.workspace = workspace
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:  # type: ignore[override]
+        x, weight = ctx.saved_tensors
+        place = ctx.workspace.data
+        torch.mm(gradient.flatten(0, 1).t(), x.flatten(0, 1), out=place)
+        return gradient @ weight, place.view_as(place), None
+
+
+def one_workspace(model: nn.Module) -> None:
+    """For two layers, and overwritten in the end."""
+    workspace = torch.empty(HIDDEN, HIDDEN, device=next(model.parameters()).device)
+    x = model.embedding(tokens(0, model))
+    x.register_hook(lambda _: (workspace.data.zero_(), None)[1])
+    y = _InWorkspace.apply(model.layers[2][3](x), model.twice.weight, workspace)
+    other = model.layers[0][0].weight[:HIDDEN]
+    _InWorkspace.apply(y, other, workspace).square().sum().backward()
+
+
+def gradient_kept_and_zeroed(model: nn.Module) -> None:
+    kept: list[Tensor] = []
+
+    class Keeps(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+            ctx.save_for_backward(x, weight)
+            return x @ weight.t()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+            x, weight = ctx.saved_tensors
+            found = gradient.flatten(0, 1).t() @ x.flatten(0, 1)
+            kept.append(found.data)
+            return gradient @ weight, found
+
+    x = model.layers[0](model.embedding(tokens(0, model)))
+    x.register_hook(lambda _: (kept[0].zero_(), None)[1])
+    Keeps.apply(x, model.twice.weight).square().sum().backward()
+
+
+def hooks_of_nodes(model: nn.Module) -> None:
+    """On what adds a gradient: one that scales it, one that scales it in place, and one that reads it."""
+    leaves = (model.layers[0][0].weight, model.layers[1][0].bias, model.layers[2][2].weight)
+    first, second, third = (torch.autograd.graph.get_gradient_edge(leaf).node for leaf in leaves)
+    log = model.shift.data
+    handles = [
+        first.register_prehook(lambda g: (g[0] * 2,) if g[0] is not None else None),
+        second.register_prehook(lambda g: (g[0].mul_(2), None)[1] if g[0] is not None else None),
+        third.register_hook(lambda _, g: (log.add_(g[0].sum()), None)[1] if g[0] is not None else None),
+    ]
+    once(model)
+    for handle in handles:
+        handle.remove()
+
+
+def read_in_inference_mode(model: nn.Module) -> None:
+    """Operations that are views or copies come undivided there."""
+    model.zero_grad(set_to_none=False)
+    with torch.inference_mode():
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                model.shift.data.add_(parameter.grad.to(torch.float64).sum() + parameter.grad.t().reshape(-1)[0])
+    once(model)
+
+
 RUNS = [
     *(once, twice, graph_kept, differentiated_gradients, gradients_asked_for, recomputed, chosen_inputs),
     *(hooks_that_look, inputs_overwritten, weights_written, hooks_of_parameters),
-    *(whole_step, zeroed_and_read),
+    *(whole_step, zeroed_and_read, one_workspace, gradient_kept_and_zeroed, hooks_of_nodes, read_in_inference_mode),
 ]
 
 
@@ -291,6 +364,86 @@ def test_fused_steps_are_done_side_by_side(kind: type[torch.optim.Optimizer], de
                 optimizer.step()
     assert all(map(torch.equal, *both))
     assert late.num_spread == 3
+
+
+@pytest.mark.parametrize("what", ["reads", "zeroes", "steps"])
+@pytest.mark.parametrize("kind", ["one each", "flat"])
+def test_a_pass_that_looks_where_the_watched_one_did_not(kind: str, what: str, device: torch.device) -> None:
+    """Gradients that wait are added before an operation that meets them, and what is pending is waited for."""
+    is_watched = False
+
+    def run(model: nn.Module) -> None:
+        optimizer = torch.optim.SGD(model.layers[2].parameters(), lr=0.1)
+
+        def hook(_: Tensor) -> None:
+            if is_watched:
+                return
+            if what == "reads":
+                model.shift.data.add_(sum(p.grad.sum() for p in model.layers.parameters()))
+            elif what == "zeroes":
+                model.zero_grad(set_to_none=False)
+            else:
+                optimizer.step()
+
+        x = model.layers[0](model.embedding(tokens(0, model)))
+        x.register_hook(hook)
+        model.layers[2](model.layers[1](x)).square().sum().backward()
+
+    plain, model, seen = (built(device, kind=kind) for _ in range(3))
+    run(plain)
+    is_watched = True
+    watch, work = watched(seen, run)
+    is_watched = False
+    twins = {id(a): b for a, b in zip(seen.parameters(), model.parameters(), strict=True)}
+    found = {n: type(w)(twins[id(w.leaf)], w.operation, w.result) for n, w in work.found.items()}
+    branch = GradientBranch(LateBranch(), found, lambda leaf: leaf.grad is None or gathered.takes(leaf))
+    gathered = GatheredGradients([twins[id(leaf)] for leaf in watch.can_wait()], branch=branch)
+    with gathered.taken():
+        run(model)
+    assert not gathered.went_wrong
+    assert_same(state(model), state(plain))
+
+
+def test_a_gradient_that_is_given_other_memory(device: torch.device) -> None:
+    model = built(device)
+    weight = model.layers[2][0].weight
+
+    def run(model: nn.Module) -> None:
+        x = model.embedding(tokens(0, model))
+        x.register_hook(lambda _: setattr(weight.grad, "data", torch.zeros_like(weight)))
+        model.layers[2](x).square().sum().backward()
+
+    gathered = GatheredGradients(model.parameters())
+    with gathered.taken():
+        run(model)
+    assert gathered.went_wrong
+
+
+def test_memory_that_is_freed_while_it_is_read(device: torch.device) -> None:
+    """A hook resizes an activation, as some do to save memory: nothing tells of it but its size."""
+    model = built(device)
+
+    def run(model: nn.Module) -> None:
+        x = model.layers[1](model.embedding(tokens(0, model)))
+        x.register_hook(lambda _: (x.untyped_storage().resize_(x.untyped_storage().nbytes() + 64), None)[1])
+        model.layers[0](x).square().sum().backward()
+
+    _, work = watched(model, run)
+    for parameter in model.parameters():
+        parameter.grad = None
+    branch = GradientBranch(LateBranch(), work.found, lambda leaf: leaf.grad is None)
+    gathered = GatheredGradients([], branch=branch)
+    with gathered.taken():
+        run(model)
+    assert gathered.went_wrong
+
+
+def test_work_on_other_streams(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They may have waited for what now comes later, and are not waited for themselves."""
+    monkeypatch.setattr(LateBranch, "is_here", False)
+    _, late, gathered = on_a_branch(built(device, kind="none"), once, device, torch.float32, "none")
+    assert late.num_done == 0
+    assert gathered.went_wrong
 
 
 def test_drivers_that_do_not_tell(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -50,6 +50,10 @@ def test_what_is_left_whole() -> None:
     twice = arguments([10] * 40)
     twice[0][3] = twice[0][0]
     assert len(parts_of(ADAMW, twice, 4)) == 1, "a parameter that is there twice"
+    shared = arguments([10] * 40)
+    shared[2][3] = shared[2][7][2:8]
+    assert len(parts_of(ADAMW, shared, 4)) == 1, "moments in memory of others"
+    assert len(parts_of(ADAMW, [[], [], []], 4)) == 1
     uneven = arguments([10] * 40)
     uneven[1].pop()
     assert len(parts_of(ADAMW, uneven, 4)) == 1

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from graphstep.capture.gradient_branch import CallsBy, GradientBranch, nodes_of
-from graphstep.capture.memory_extents import Extent, Use, extent_of
+from graphstep.capture.memory_extents import Extent, Use, extent_of, is_only_a_view
 from graphstep.engine import torch_private
 from graphstep.engine.compiler import DispatchMode
 from graphstep.engine.cuda_driver import capturing_node_count
@@ -32,6 +32,9 @@ class GatheredGradients:
     the pass, or when those that wait are large. The arithmetic is that of autograd, with its order for each element.
     What else autograd does with a gradient is left to it: hooks of the user's own after it, sparse gradients, those of
     other types, and those that are themselves differentiated.
+
+    Before an operation that writes what waits, or uses where it will be, it is added. A hook that a step registers on
+    the node itself, and that does nothing with tensors, is given None.
 
     Args:
         leaves: those whose ``.grad`` nothing else looks at before the end of the pass, see :class:`GradientWatch`.
@@ -123,6 +126,8 @@ class GatheredGradients:
         return result
 
     def _count_nodes(self) -> int | None:
+        if self._branch is not None:
+            return self._branch.num_nodes()
         return 0 if self._stream is None else capturing_node_count(self._stream)
 
     def _look_for_others(self) -> None:
@@ -201,7 +206,7 @@ class GradientWatch:
             for leaf, node in nodes:
                 hooks.callback(node.register_prehook(partial(self._come, leaf)).remove)
                 hooks.callback(node.register_hook(partial(self._note, leaf)).remove)
-            with _EachCall(self._look_at, self._note_made):
+            with _EachCall(self._note_hooks, self._look_at, self._note_made):
                 yield
         for kept in (self._given, self._made, self._come_in, self._added, self._owners):
             kept.clear()
@@ -242,6 +247,17 @@ class GradientWatch:
         else:
             self._given.append((*extent_of(gradient), id(leaf)))
 
+    def _note_hooks(self, func: Any, tensors: Sequence[Tensor]) -> None:
+        """What is done at the node of a leaf, and not with its gradient, is done by hooks of others on that node."""
+        leaf = getattr(torch_private.current_node(), "variable", None)
+        if leaf is None or is_only_a_view(func):
+            return
+        came = self._come_in.get(id(leaf))
+        own = [extent_of(leaf.grad)] if leaf.grad is not None and _is_plain(leaf.grad) else []
+        use = Use([*own, *([came[1]] if came is not None else [])], [])
+        if came is None or not any(use.is_read(extent_of(t)) for t in tensors if torch_private.has_plain_memory(t)):
+            self._left_out.add(id(leaf))
+
     def _look_at(self, tensor: Tensor) -> None:
         if torch_private.backward_pass() is None:  # Passes inside of a pass are a part of it.
             self._given.clear()
@@ -260,22 +276,27 @@ class GradientWatch:
 
 
 class _EachCall(DispatchMode):
-    """Shows the tensors that operations are given, and those of their results that are in memory of their own."""
+    """Shows operations, the tensors that they are given, and those of their results that are in memory of their own."""
 
-    def __init__(self, given: Callable[[Tensor], None], made: Callable[[Tensor], None]) -> None:
+    def __init__(
+        self,
+        called: Callable[[Any, Sequence[Tensor]], None],
+        given: Callable[[Tensor], None],
+        made: Callable[[Tensor], None],
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._given, self._made = given, made
+        self._called, self._given, self._made = called, given, made
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if torch_private.unwraps_itself(types):
             return NotImplemented
-        known = set()
-        for value in (*args, *kwargs.values()):
-            for tensor in tensors_in(value):
-                self._given(tensor)
-                if torch_private.has_plain_memory(tensor):
-                    known.add(torch_private.storage_key(tensor))
+        tensors, known = list(tensors_in([*args, *kwargs.values()])), set()
+        self._called(func, tensors)
+        for tensor in tensors:
+            self._given(tensor)
+            if torch_private.has_plain_memory(tensor):
+                known.add(torch_private.storage_key(tensor))
         result = func(*args, **kwargs)
         for tensor in tensors_in(result):
             if torch_private.has_plain_memory(tensor) and torch_private.storage_key(tensor) not in known:

@@ -158,6 +158,10 @@ class GradientBranch:
         """True where work is issued that the branch can run beside."""
         return self._branch.is_here
 
+    def num_nodes(self) -> int | None:
+        """Nodes of the captured graph so far."""
+        return self._branch.num_nodes()
+
     def run(self, work: Callable[[], None], *, reads: Sequence[Tensor], writes: Sequence[Tensor]) -> None:
         """Do work on the branch: in a backward pass, after all that was issued."""
         number = torch_private.backward_pass()
