@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphstep.capture.gradient_branch import CallsBy, GradientBranch, nodes_of
+from graphstep.capture.gradient_branch import CallsBy, GradientBranch, leaves_hooked
 from graphstep.capture.memory_extents import Extent, Use, extent_of, is_only_a_view
 from graphstep.engine import torch_private
 from graphstep.engine.compiler import DispatchMode
@@ -69,15 +69,12 @@ class GatheredGradients:
         """In the body gradients are gathered. Backward passes that begin in it end in it."""
         device = next((leaf.device for leaf in self._leaves if leaf.is_cuda), None)
         self._stream = torch.cuda.current_stream(device) if device is not None else None
-        # Held: a leaf does not keep the node that adds its gradients, and another one would have no hooks.
-        nodes = nodes_of(self._leaves)
-        with ExitStack() as hooks:
-            for leaf, node in nodes:
-                hooks.callback(node.register_prehook(partial(self._take, leaf)).remove)
-            if nodes:
-                hooks.enter_context(CallsBy(self._call))
+        with ExitStack() as around:
+            around.enter_context(leaves_hooked(self._leaves, self._take))
+            if self._leaves:
+                around.enter_context(CallsBy(self._call))
             if self._branch is not None:
-                hooks.enter_context(self._branch.beside())
+                around.enter_context(self._branch.beside())
             yield
         met_others = self._branch is not None and self._branch.met_others
         self.went_wrong = self.went_wrong or met_others or bool(self._open_passes or self._waiting)
@@ -201,13 +198,9 @@ class GradientWatch:
     @contextmanager
     def watching(self) -> Iterator[None]:
         """The body is the run."""
-        nodes = nodes_of(self._leaves)
-        with ExitStack() as hooks:
-            for leaf, node in nodes:
-                hooks.callback(node.register_prehook(partial(self._come, leaf)).remove)
-                hooks.callback(node.register_hook(partial(self._note, leaf)).remove)
-            with _EachCall(self._note_hooks, self._look_at, self._note_made):
-                yield
+        each_call = _EachCall(self._note_hooks, self._look_at, self._note_made)
+        with leaves_hooked(self._leaves, self._come, self._note), each_call:
+            yield
         for kept in (self._given, self._made, self._come_in, self._added, self._owners):
             kept.clear()
 

@@ -69,13 +69,8 @@ class LeafWorkWatch:
     @contextmanager
     def watching(self) -> Iterator[None]:
         """The body is the run."""
-        # Held: a leaf does not keep the node that adds its gradients, and another one would have no hooks.
-        nodes = nodes_of(self._leaves)
-        with ExitStack() as hooks:
-            for leaf, node in nodes:
-                hooks.callback(node.register_prehook(partial(self._come, leaf)).remove)
-            with CallsBy(self._call):
-                yield
+        with leaves_hooked(self._leaves, self._come), CallsBy(self._call):
+            yield
         self._open.clear()
 
     def _call(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -152,11 +147,6 @@ class GradientBranch:
                 self.join()
             raise
         self.join()
-
-    @property
-    def is_here(self) -> bool:
-        """True where work is issued that the branch can run beside."""
-        return self._branch.is_here
 
     def num_nodes(self) -> int | None:
         """Nodes of the captured graph so far."""
@@ -272,7 +262,34 @@ def is_candidate(func: Any) -> bool:
     return is_one and torch_private.backward_pass() is not None
 
 
-def nodes_of(leaves: Iterable[Tensor]) -> list[tuple[Tensor, Node]]:
+Given = tuple[Tensor | None, ...]
+"""What a node is given: for a leaf, one gradient."""
+
+
+@contextmanager
+def leaves_hooked(
+    leaves: Iterable[Tensor],
+    before: Callable[[Tensor, Given], Given | None],
+    after: Callable[[Tensor, Given, Given], None] | None = None,
+) -> Iterator[None]:
+    """In the body a gradient that comes to a leaf is shown before and after it is added.
+
+    Args:
+        leaves: those that want gradients.
+        before: is given the leaf and its gradient; may return another.
+        after: is given the leaf, nothing, and what was added.
+    """
+    # Held: a leaf does not keep the node that adds its gradients, and another one would have no hooks.
+    nodes = _nodes_of(leaves)
+    with ExitStack() as hooks:
+        for leaf, node in nodes:
+            hooks.callback(node.register_prehook(partial(before, leaf)).remove)
+            if after is not None:
+                hooks.callback(node.register_hook(partial(after, leaf)).remove)
+        yield
+
+
+def _nodes_of(leaves: Iterable[Tensor]) -> list[tuple[Tensor, Node]]:
     """What adds gradients to these leaves. In inference mode there is no such thing, and nothing to add."""
     return (
         []

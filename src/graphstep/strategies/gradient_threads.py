@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor
 
-from graphstep.capture.gradient_branch import nodes_of
+from graphstep.capture.gradient_branch import leaves_hooked
 from graphstep.engine import torch_private
 
 
@@ -27,13 +27,9 @@ def gradient_threads_watched(leaves: Iterable[Tensor]) -> Iterator[Callable[[], 
     """
     unseen: list[bool] = []
 
-    def come(_: Any) -> None:
+    def come(_: Tensor, __: Any) -> None:
         if not torch_private.is_dispatch_watched():
             unseen.append(True)
 
-    # Held: a leaf does not keep the node that adds its gradients, and another one would have no hooks.
-    nodes = nodes_of(leaves)
-    with ExitStack() as hooks:
-        for _, node in nodes:
-            hooks.callback(node.register_prehook(come).remove)
+    with leaves_hooked(leaves, come):
         yield lambda: bool(unseen)
